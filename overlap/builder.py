@@ -1,0 +1,184 @@
+"""ProgramBuilder: write a model chunk straight-line and get its Program.
+
+Owns the naming of values. Knows nothing of tensors: the functions it is given run later, in the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from overlap.errors import ProgramError
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, Trainable
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """Handle of a value that a stage writes or the caller feeds."""
+
+    name: str
+
+
+class ProgramBuilder:
+    """Collects stages in execution order.
+
+    >>> b = ProgramBuilder()
+    >>> hidden = b.input("hidden", needs_grad=True)
+    >>> with b.layer(0):
+    ...     (out,) = b.compute("attn", abs, hidden, outputs=("out",))
+    >>> b.build(outputs=(out,)).stages[0].label
+    '0.attn'
+    """
+
+    def __init__(self) -> None:
+        self._stages: list[Stage] = []
+        self._inputs: list[Input] = []
+        self._losses: list[Loss] = []
+        self._shared: dict[str, Trainable] = {}
+        self._mtp: set[int] = set()
+        self._layer: int | None = None
+
+    def input(self, name: str, *, needs_grad: bool = False) -> Value:
+        """Declare a value that the caller feeds for every microbatch."""
+        self._inputs.append(Input(name, needs_grad))
+        return Value(name)
+
+    def parameter(self, name: str, parameter: Trainable) -> Value:
+        """Make a parameter that several stages read (a tied embedding) a value.
+
+        Its uses are summed per microbatch in reverse program order and added to `.grad` once (R3).
+        """
+        self._shared[f"weight.{name}"] = parameter
+        return Value(f"weight.{name}")
+
+    @contextmanager
+    def layer(self, index: int, *, mtp: bool = False) -> Iterator[None]:
+        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths)."""
+        self._layer = index
+        if mtp:
+            self._mtp.add(index)
+        try:
+            yield
+        finally:
+            self._layer = None
+
+    def compute(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        *reads: Value,
+        outputs: Sequence[str],
+        nondiff: Sequence[str] = (),
+        adjoint: Callable[..., Any] | None = None,
+        wgrad: bool = False,
+        pins: Sequence[str] = (),
+        effects: Sequence[tuple[str, Callable[[Any], None]]] = (),
+        state: Iterable[Any] = (),
+        draws_rng: bool = False,
+        parameters: Iterable[Trainable] = (),
+        context: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> tuple[Value, ...]:
+        """Add a stage of the compute lane; the arguments are the fields of ir.Stage.
+
+        Args:
+            name: Stage name; orders place stages by it.
+            forward: `forward(*reads)`, returning the one value, or a tuple in the order of `outputs` then `nondiff`.
+            reads: Values it reads, in argument order.
+            outputs: Names of the written values that carry gradients.
+            nondiff: Names of the written values that carry none.
+            adjoint: Backward that needs no activation.
+            wgrad: Whether its weight gradients may be delayed.
+            pins: Names of `nondiff` values that a replay reuses instead of writing them again.
+            effects: (name, apply) pairs, run once per microbatch when the step succeeds.
+            state: Buffers that `forward` changes in place.
+            draws_rng: Whether `forward` draws random numbers in training.
+            parameters: Parameters that `forward` reads.
+            context: Precision context to enter around `forward`.
+
+        Returns:
+            Handles of `outputs` then `nondiff`.
+        """
+        names = {short: self._name(short) for short in (*outputs, *nondiff)}
+        for short in (*pins, *(value for value, _ in effects)):
+            if short not in names:
+                raise ProgramError(f"stage {self._name(name)}: {short!r} is pinned or has an effect but is not written")
+        stage = Stage(
+            layer=self._layer,
+            name=name,
+            lane=Lane.COMPUTE,
+            reads=tuple(value.name for value in reads),
+            writes=tuple(names.values()),
+            forward=forward,
+            nondiff=frozenset(names[short] for short in nondiff),
+            adjoint=adjoint,
+            wgrad=wgrad,
+            pins=tuple(names[short] for short in pins),
+            effects=tuple(Effect(names[short], apply) for short, apply in effects),
+            state=tuple(state),
+            draws_rng=draws_rng,
+            parameters=tuple(parameters),
+            context=context,
+        )
+        self._stages.append(stage)
+        return tuple(Value(value) for value in stage.writes)
+
+    def comm(
+        self,
+        name: str,
+        forward: Callable[..., Any],
+        *reads: Value,
+        outputs: Sequence[str],
+        adjoint: Callable[..., Any],
+    ) -> tuple[Value, ...]:
+        """Add a stage of the communication lane: communication only, with a hand-written backward (R11)."""
+        stage = Stage(
+            layer=self._layer,
+            name=name,
+            lane=Lane.COMM,
+            reads=tuple(value.name for value in reads),
+            writes=tuple(self._name(short) for short in outputs),
+            forward=forward,
+            adjoint=adjoint,
+        )
+        self._stages.append(stage)
+        return tuple(Value(value) for value in stage.writes)
+
+    def loss(self, value: Value, weight: float = 1.0) -> None:
+        """Start the backward pass from this scalar, scaled by `weight` and the step's loss scale."""
+        self._losses.append(Loss(value.name, weight))
+
+    def build(self, outputs: Sequence[Value] = ()) -> Program:
+        """Check the stages and return them as a Program.
+
+        Raises:
+            ProgramError: See ir.check_program.
+        """
+        return Program(
+            stages=(*self._weights(), *self._stages),
+            inputs=tuple(self._inputs),
+            losses=tuple(self._losses),
+            outputs=tuple(value.name for value in outputs),
+            mtp_layers=frozenset(self._mtp),
+        )
+
+    def _weights(self) -> tuple[Stage, ...]:
+        """Shared parameters are written by a first stage `weights`; its backward adds their sum to `.grad`."""
+        if not self._shared:
+            return ()
+        parameters = tuple(self._shared.values())
+        return (
+            Stage(
+                layer=None,
+                name=WEIGHTS,
+                lane=Lane.COMPUTE,
+                reads=(),
+                writes=tuple(self._shared),
+                forward=lambda: parameters if len(parameters) > 1 else parameters[0],
+                parameters=parameters,
+            ),
+        )
+
+    def _name(self, short: str) -> str:
+        return short if self._layer is None else f"{self._layer}.{short}"

@@ -1,0 +1,144 @@
+"""check_stages: does every stage do what it declares? Run once, before the first training step.
+
+One forward of one microbatch, stage by stage, each with a graph that is dropped at once; parameters, buffers and
+generators are afterwards as before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Feeds
+from overlap.errors import ProgramError
+from overlap.ir import Program, Stage
+from recompute.rng import default_generators, seeded, stage_seed
+
+
+def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
+    """Run each stage once and compare with its declaration.
+
+    Raises:
+        ProgramError: A stage reads a trainable parameter, changes a buffer or draws random numbers without declaring
+            it, writes another number of values, or has an adjoint of wrong length or shape; a loss is no scalar.
+    """
+    program = chunk.program
+    values: dict[str, Any] = dict(feeds)
+    buffers = dict(chunk.module.named_buffers())
+    saved = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    generators = default_generators(chunk.device)
+    states = [generator.get_state() for generator in generators]
+    try:
+        for stage in program.stages:
+            inputs = [values[name] for name in stage.reads]
+            before = {name: buffer._version for name, buffer in buffers.items()}
+            outputs = _run(chunk, stage, program, inputs)
+            _check_draws(stage, generators, states)
+            for name, buffer in buffers.items():
+                changed = buffer._version != before[name] or not same_bits(buffer, saved[name])
+                if changed and not any(buffer is declared for declared in stage.state):
+                    raise ProgramError(
+                        f"stage {stage.label} changes buffer {name!r} in place: declare it in state=, or write the "
+                        "change as a value with an effect (R5)"
+                    )
+                with torch.no_grad():
+                    buffer.data.copy_(saved[name])
+            _check_parameters(stage, outputs, chunk.module)
+            values.update(zip(stage.writes, outputs, strict=True))
+            _check_adjoint(stage, program, inputs, values)
+            values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))
+    finally:
+        with torch.no_grad():
+            for name, buffer in buffers.items():
+                buffer.data.copy_(saved[name])
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+    for loss in program.losses:
+        if values[loss.value].dim() != 0:
+            raise ProgramError(f"loss {loss.value!r} has shape {tuple(values[loss.value].shape)}: a loss is a scalar")
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """Equality of shape, dtype and every bit: the sign of zero and NaN payloads count."""
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
+
+
+def _run(chunk: ModelChunk, stage: Stage, program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    leaves = [
+        v if program.nondiff(name) else v.detach().requires_grad_() for name, v in zip(stage.reads, inputs, strict=True)
+    ]
+    keywords = {"pinned": None} if stage.pins else {}
+    with torch.enable_grad():
+        if stage.draws_rng:
+            with seeded(stage_seed(chunk.seed, -1, 0, stage.layer, stage.name), default_generators(chunk.device)):
+                result = stage.forward(*leaves, **keywords)
+        else:
+            result = stage.forward(*leaves, **keywords)
+    outputs = result if len(stage.writes) != 1 else (result,)
+    if len(outputs) != len(stage.writes):
+        raise ProgramError(f"stage {stage.label} returns {len(outputs)} values, but writes {len(stage.writes)}")
+    return tuple(outputs)
+
+
+def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        if not torch.equal(generator.get_state(), state):
+            raise ProgramError(f"stage {stage.label} draws random numbers: declare draws_rng=True (R4)")
+
+
+def _check_parameters(stage: Stage, outputs: Sequence[Any], module: nn.Module) -> None:
+    declared = {id(parameter) for parameter in stage.parameters}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for output in outputs:
+        if torch.is_tensor(output):
+            for leaf in _leaves(output):
+                if id(leaf) in names and id(leaf) not in declared:
+                    raise ProgramError(
+                        f"stage {stage.label} reads parameter {names[id(leaf)]!r}: declare it in parameters= (R6), "
+                        "or pass it as a value if several stages read it (R3)"
+                    )
+
+
+def _leaves(output: Tensor) -> Iterator[Tensor]:
+    """Leaf tensors that a graph ends in."""
+    seen: set[Any] = set()
+    todo = [output.grad_fn]
+    if output.grad_fn is None and output.requires_grad:
+        yield output
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            yield node.variable  # type: ignore[attr-defined]
+        todo += [following for following, _ in node.next_functions]
+
+
+def _check_adjoint(stage: Stage, program: Program, inputs: Sequence[Any], values: dict[str, Any]) -> None:
+    if stage.adjoint is None:
+        return
+    gradients = tuple(None if program.nondiff(name) else torch.zeros_like(values[name]) for name in stage.writes)
+    pinned = tuple(
+        v
+        for name, v in zip(stage.reads, inputs, strict=True)
+        if name in program.producers and name in program.producers[name].pins
+    )
+    with torch.no_grad(), seeded(0, default_generators(torch.device("cpu"))):
+        results = stage.adjoint(gradients, pinned)
+    if len(results) != len(stage.reads):
+        raise ProgramError(
+            f"stage {stage.label}: its adjoint returns {len(results)} gradients for {len(stage.reads)} reads"
+        )
+    for name, value, gradient in zip(stage.reads, inputs, results, strict=True):
+        if gradient is not None and gradient.shape != value.shape:
+            raise ProgramError(
+                f"stage {stage.label}: its adjoint gives {name!r} a gradient of shape {tuple(gradient.shape)}, "
+                f"but the value has shape {tuple(value.shape)}"
+            )

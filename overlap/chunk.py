@@ -1,0 +1,120 @@
+"""ModelChunk: a model whose training step runs under the overlap schedule.
+
+Owns the settings, the plans and the count of steps (which seeds the draws). The model itself only has to say its
+Program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from overlap.ir import Program
+from overlap.lanes import Lanes, NullLanes
+from overlap.orders import Order, get_order
+from overlap.plan import Planner
+from overlap.scale import LossScale, PerMicrobatch
+from recompute.config import RecomputeConfig
+from recompute.errors import ConfigError
+
+
+class HasProgram(Protocol):
+    """A module that can be scheduled."""
+
+    def program(self) -> Program:
+        """The module's stages, bound to this very module."""
+
+
+class ScheduledModule(HasProgram, Protocol):
+    """What ModelChunk takes: an nn.Module with a `program()`."""
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """As nn.Module has it."""
+
+
+class ModelChunk(nn.Module):
+    """A model chunk and how its training step runs.
+
+    Args:
+        module: An nn.Module with a method `program()` returning its Program.
+        recompute: One config, or one per microbatch of a step.
+        order: Name of a built-in order, or an Order.
+        delay_wgrad: Whether weight gradients run as slots of their own.
+        seed: The run's seed; with `steps_done` it decides every draw.
+        loss_scale: How the losses of a step's microbatches are weighted.
+        lanes: Where issues run.
+
+    Raises:
+        ConfigError: float16 parameters.
+        ScheduleError: The order does not fit the program.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        recompute: RecomputeConfig | Sequence[RecomputeConfig] = RecomputeConfig.none(),  # noqa: B008 (frozen)
+        order: str | Order = "multi_queue",
+        delay_wgrad: bool = False,
+        seed: int = 0,
+        loss_scale: LossScale = PerMicrobatch(),  # noqa: B008 (frozen)
+        lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
+    ) -> None:
+        super().__init__()
+        if any(p.dtype is torch.float16 for p in module.parameters()):
+            rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
+            raise ConfigError(field="dtype", value=torch.float16, rule=rule)
+        self.module = module
+        self.recompute = recompute if isinstance(recompute, RecomputeConfig) else tuple(recompute)
+        self.order = order if isinstance(order, Order) else get_order(order)
+        self.delay_wgrad = delay_wgrad
+        self.seed = seed
+        self.loss_scale = loss_scale
+        self.lanes = lanes
+        self.steps_done = 0
+        """Successful training steps; part of the state dict, since every draw depends on it."""
+        self._bind()
+
+    def _bind(self) -> None:
+        """Make the program of this module; a copy of the chunk binds to its own module."""
+        self.program: Program = self.module.program()  # type: ignore[operator]  # ScheduledModule
+        self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad)
+        self.checked = False
+        """Whether the program ran through check_stages once."""
+
+    def configs(self, num_microbatches: int) -> list[RecomputeConfig]:
+        """The recompute config of each microbatch of a step.
+
+        Raises:
+            ConfigError: A list of configs has another length than the step.
+        """
+        if isinstance(self.recompute, RecomputeConfig):
+            return [self.recompute] * num_microbatches
+        if len(self.recompute) != num_microbatches:
+            rule = f"one config per microbatch: the step has {num_microbatches}"
+            raise ConfigError(field="recompute", value=f"{len(self.recompute)} configs", rule=rule)
+        return list(self.recompute)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; the CPU if there are none."""
+        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+
+    def get_extra_state(self) -> dict[str, int]:
+        """The step count travels with the weights."""
+        return {"steps_done": self.steps_done}
+
+    def set_extra_state(self, state: Mapping[str, int]) -> None:
+        """Take the step count back."""
+        self.steps_done = state["steps_done"]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what is bound to this very module."""
+        return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "checked"}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._bind()

@@ -1,0 +1,46 @@
+"""Routing: the pinned choice of experts and the order that sorts token copies by expert.
+
+Owns indices only, never scores: whoever holds a Routing can permute, dispatch and undo both without choosing again.
+Legend: T tokens, k experts per token, E experts.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Routing(NamedTuple):
+    """Where each of the T*k token copies goes. All tensors are int64."""
+
+    expert_ids: Tensor
+    """[T, k]: the experts of each token, distinct within a row."""
+    source: Tensor
+    """[T*k]: for each row in expert order, the copy it holds, numbered token*k + slot."""
+    inverse: Tensor
+    """[T*k]: for each copy, its row in expert order; the inverse permutation of `source`."""
+    counts: Tensor
+    """[E]: rows of each expert."""
+
+    @property
+    def topk(self) -> int:
+        """Copies per token."""
+        return self.expert_ids.shape[1]
+
+
+def make_routing(expert_ids: Tensor, num_experts: int) -> Routing:
+    """Sort the copies by expert, stably: within an expert they stay in token order.
+
+    Every size follows from shapes, so this runs on fake tensors and never waits for a device.
+
+    Args:
+        expert_ids: [T, k] int64, values in [0, num_experts).
+        num_experts: E.
+    """
+    flat = expert_ids.flatten()
+    source = torch.argsort(flat, stable=True)
+    inverse = torch.empty_like(source).scatter_(0, source, torch.arange(flat.numel(), device=flat.device))
+    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+    return Routing(expert_ids, source, inverse, counts)

@@ -1,0 +1,282 @@
+"""Engine: the one interpreter. Runs a plan issue by issue and owns everything that is alive in between.
+
+Per microbatch it keeps values, gradient pieces, tapes, pending weight gradients and effects. All decisions are in
+the plan; the loop looks things up and calls torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from overlap.ir import Effect, Op, Stage, StageKey
+from overlap.lanes import Lanes
+from overlap.lower import Event, Issue, Key, Piece, Plan
+from recompute import rng, state
+from recompute.precision import Precision
+from recompute.tape import Tape
+from recompute.wgrad import WeightGradients, collect_weight_gradients
+
+Feeds = Mapping[str, Any]
+"""One microbatch as the caller gives it: a value per Program input."""
+
+
+class Observer(Protocol):
+    """Watches a step; sees each issue before its values are freed."""
+
+    def before(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Called before the issue runs."""
+
+    def after(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Called when it has run; what it frees is still there."""
+
+
+class MicrobatchState:
+    """What is alive of one microbatch."""
+
+    __slots__ = ("effects", "events", "grads", "number", "outputs", "pending", "scale", "snapshots", "tapes", "values")
+
+    def __init__(self, number: int, feeds: Feeds, scale: float) -> None:
+        self.number = number
+        """Its number within the step; seeds and the order of effects follow it."""
+        self.scale = scale
+        """What the gradient of every loss is multiplied with."""
+        self.values: dict[Key, Any] = {(name, 0): value for name, value in feeds.items()}
+        self.grads: dict[Piece, Tensor] = {}
+        self.tapes: dict[StageKey, Tape] = {}
+        self.pending: dict[StageKey, tuple[WeightGradients, list[tuple[Tensor, Piece]]]] = {}
+        self.snapshots: dict[StageKey, state.Snapshot] = {}
+        self.events: dict[Event, Any] = {}
+        self.outputs: dict[str, Any] = {}
+        self.effects: list[tuple[Effect, Any]] = []
+
+    def leftovers(self) -> list[str]:
+        """Names of tables that should be empty when the microbatch is done, and are not."""
+        tables: dict[str, Mapping[Any, Any]] = {
+            "values": self.values,
+            "gradients": self.grads,
+            "tapes": self.tapes,
+            "pending weight gradients": self.pending,
+            "snapshots": self.snapshots,
+        }
+        return [f"{name} of microbatch {self.number}: {sorted(map(str, t))}" for name, t in tables.items() if t]
+
+
+class Engine:
+    """Runs plans.
+
+    Args:
+        lanes: Where issues run.
+        run_seed: The run's seed; every drawing stage derives its own (R4).
+        step: Steps done before this one.
+        generators: The live generators that stages draw from.
+        precision: Entered around every forward, first pass and replay alike; None: nothing to enter.
+        observers: Watch the step.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        *,
+        run_seed: int,
+        step: int,
+        generators: Sequence[torch.Generator],
+        precision: Precision | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self._lanes = lanes
+        self._run_seed = run_seed
+        self._step = step
+        self._generators = generators
+        self._precision = precision
+        self._observers = tuple(observers)
+        self._handlers: dict[Op, Callable[[Issue, MicrobatchState], None]] = {
+            Op.FORWARD: self._first_pass,
+            Op.NO_GRAD: self._first_pass,
+            Op.REPLAY: self._replay,
+            Op.BACKWARD: self._backward,
+            Op.WGRAD: self._wgrad,
+        }
+
+    def run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
+        """Run every issue of a plan.
+
+        Args:
+            plan: What to run.
+            states: The microbatches that take part, by their number in the plan's slots.
+        """
+        for issue in plan.issues:
+            self.issue(issue, states[issue.slot.microbatch])
+
+    def issue(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Run one issue. What it raises passes through, with a note naming the slot."""
+        try:
+            for observer in self._observers:
+                observer.before(issue, owner)
+            self._lanes.begin(issue, owner.events, owner.values)
+            self._handlers[issue.slot.op](issue, owner)
+            event = self._lanes.end(issue)
+            if issue.signals:
+                owner.events[issue.slot.op, issue.stage.key] = event
+            for observer in self._observers:
+                observer.after(issue, owner)
+        except Exception as error:
+            error.add_note(f"in slot {issue.slot} of the plan, microbatch {owner.number} of the step")
+            raise
+        values = owner.values
+        for key in issue.frees:
+            del values[key]
+
+    def seed_of(self, stage: Stage, owner: MicrobatchState) -> int:
+        """Seed that a stage draws from, in every pass."""
+        return rng.stage_seed(self._run_seed, self._step, owner.number, stage.layer, stage.name)
+
+    def _first_pass(self, issue: Issue, owner: MicrobatchState) -> None:
+        stage = issue.stage
+        if issue.snapshots:
+            owner.snapshots[stage.key] = state.take(stage.state)
+        outputs = self._forward(issue, owner, {"pinned": None} if stage.pins else {}, ())
+        for place, name in issue.collects:
+            owner.outputs[name] = outputs[place]
+        for effect in stage.effects:
+            owner.effects.append((effect, outputs[stage.writes.index(effect.value)]))
+
+    def _replay(self, issue: Issue, owner: MicrobatchState) -> None:
+        stage = issue.stage
+        contexts = (state.as_of(stage.state, owner.snapshots.pop(stage.key)),) if stage.state else ()
+        self._forward(issue, owner, self._replay_keywords(issue, owner), contexts)
+
+    def _replay_keywords(self, issue: Issue, owner: MicrobatchState) -> dict[str, Any]:
+        if not issue.pinned:
+            return {}
+        return {"pinned": tuple(owner.values[key] for key in issue.pinned)}
+
+    def _forward(
+        self,
+        issue: Issue,
+        owner: MicrobatchState,
+        keywords: dict[str, Any],
+        contexts: Sequence[AbstractContextManager[object]],
+    ) -> tuple[Any, ...]:
+        """Run a stage's forward in the contexts it needs, keep its graph if asked, store what it writes."""
+        stage, values = issue.stage, owner.values
+        inputs = [values[key] for key in issue.reads]
+        if contexts or stage.draws_rng or stage.context is not None or self._precision is not None:
+            with ExitStack() as stack:
+                for context in (*contexts, *self._contexts(issue, owner)):
+                    stack.enter_context(context)
+                tape, outputs = run_forward(issue, inputs, keywords)
+        else:
+            tape, outputs = run_forward(issue, inputs, keywords)
+        if tape is not None:
+            owner.tapes[stage.key] = tape
+        for key, output in zip(issue.writes, outputs, strict=True):
+            if key is not None:
+                values[key] = output
+        return outputs
+
+    def _contexts(self, issue: Issue, owner: MicrobatchState) -> list[AbstractContextManager[object]]:
+        contexts: list[AbstractContextManager[object]] = []
+        if self._precision is not None:
+            contexts.append(self._precision())
+        if issue.stage.context is not None:
+            contexts.append(issue.stage.context())
+        if issue.stage.draws_rng:
+            contexts.append(self._draws(issue, owner))
+        return contexts
+
+    def _draws(self, issue: Issue, owner: MicrobatchState) -> AbstractContextManager[None]:
+        return rng.seeded(self.seed_of(issue.stage, owner), self._generators)
+
+    def _backward(self, issue: Issue, owner: MicrobatchState) -> None:
+        gradients = [
+            self._gradient(seed, pieces, value, owner)
+            for seed, pieces, value in zip(issue.seeds, issue.pieces, issue.stage.writes, strict=True)
+        ]
+        if issue.stage.adjoint is not None:
+            results = self._by_adjoint(issue, owner, gradients)
+        else:
+            results = self._by_tape(issue, owner, gradients)
+        for piece, gradient in zip(issue.gives, results, strict=True):
+            if piece is not None and gradient is not None:
+                owner.grads[piece] = gradient
+
+    def _gradient(
+        self, seed: float | None, pieces: Sequence[Piece], value: str, owner: MicrobatchState
+    ) -> Tensor | None:
+        """Sum what arrived for one value: the loss's own seed, then the readers' pieces in their fixed order (R3)."""
+        total = None if seed is None else torch.full_like(owner.outputs[value], seed * owner.scale)
+        for piece in pieces:
+            gradient = owner.grads.pop(piece, None)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        return total
+
+    def _by_adjoint(
+        self, issue: Issue, owner: MicrobatchState, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        stage = issue.stage
+        if stage.adjoint is None or all(gradient is None for gradient in gradients):
+            return [None] * len(issue.gives)
+        pinned = tuple(owner.values[key] for key in issue.reads)
+        with torch.no_grad():
+            if stage.draws_rng:
+                with self._draws(issue, owner):
+                    results: Sequence[Tensor | None] = stage.adjoint(gradients, pinned)
+            else:
+                results = stage.adjoint(gradients, pinned)
+        return results
+
+    def _by_tape(
+        self, issue: Issue, owner: MicrobatchState, gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        key = issue.stage.key
+        tape = owner.tapes.pop(key)
+        if issue.delays:
+            collector = WeightGradients()
+            with collect_weight_gradients(collector):
+                tape.backward(gradients)
+            owner.pending[key] = (collector, _weight_values(collector, tape, issue))
+        else:
+            tape.backward(gradients)
+        return tape.take_gradients(issue.tracked)
+
+    def _wgrad(self, issue: Issue, owner: MicrobatchState) -> None:
+        collector, weight_values = owner.pending.pop(issue.stage.key)
+        for weight, gradient in collector.drain():
+            piece = next((piece for value, piece in weight_values if value is weight), None)
+            if piece is None:
+                torch.autograd.backward((weight,), (gradient,))
+                continue
+            earlier = owner.grads.get(piece)
+            owner.grads[piece] = gradient if earlier is None else earlier + gradient
+
+
+def _weight_values(collector: WeightGradients, tape: Tape, issue: Issue) -> list[tuple[Tensor, Piece]]:
+    """Pending weights that are values (shared parameters): their gradients go to the table, not to `.grad`."""
+    pending = {id(item.weight) for item in collector.pending}
+    return [
+        (leaf, piece)
+        for leaf, piece in zip(tape.leaves, issue.gives, strict=True)
+        if piece is not None and id(leaf) in pending
+    ]
+
+
+def run_forward(issue: Issue, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tape | None, tuple[Any, ...]]:
+    """Call a stage's forward, with a graph if the issue keeps one.
+
+    Returns:
+        The tape (None without a graph), and the outputs, detached.
+    """
+    stage = issue.stage
+    differentiable = issue.differentiable
+    if issue.records:
+        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords)
+    with torch.no_grad():
+        result = stage.forward(*inputs, **keywords)
+    outputs = result if len(differentiable) != 1 else (result,)
+    return None, tuple(o.detach() if d else o for o, d in zip(outputs, differentiable, strict=True))

@@ -1,0 +1,103 @@
+"""expand: an order and a pair of chunks become the flat list of slots to issue.
+
+Forward layer i is paired with backward layer L-1-i; where one side has more layers, the rest run alone, the backward
+ones first. Everything is F, B and W here: recompute is a later rewrite (passes).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from overlap.errors import ScheduleError
+from overlap.ir import Op, Program, Schedule, Slot, Stage
+from overlap.orders import REST, STAGE_NAMES, Order
+
+
+def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None) -> Schedule:
+    """Interleave the forward of one microbatch with the backward of another.
+
+    Args:
+        order: How the slots of a layer pair interleave.
+        forward: (microbatch, program) of the side that runs forward; None: backward runs alone.
+        backward: The same for the side that runs backward.
+
+    Returns:
+        Slots in issue order; every stage of either side once, and W for every stage with weight gradients.
+
+    Raises:
+        ScheduleError: The order names a stage that nobody has, or leaves out one that a layer has.
+    """
+    for side in (forward, backward):
+        if side is not None:
+            _check_names(order, side[1])
+    slots: list[Slot] = []
+    if forward is not None:
+        slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].prologue]
+    if backward is not None:
+        slots += _chunk_backward(backward[0], backward[1].epilogue)
+    slots += _pairs(order, forward, backward)
+    if forward is not None:
+        slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].epilogue]
+    if backward is not None:
+        slots += _chunk_backward(backward[0], backward[1].prologue)
+    return tuple(slots)
+
+
+def _pairs(
+    order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None
+) -> Iterable[Slot]:
+    ahead = [] if forward is None else [(forward[0], forward[1].layer_stages[x]) for x in forward[1].layers]
+    behind = [] if backward is None else [(backward[0], backward[1].layer_stages[x]) for x in backward[1].layers[::-1]]
+    paired = min(len(ahead), len(behind))
+    for front, back in zip(ahead, behind, strict=False):
+        yield from _pair(order, front, back)
+    for back in behind[paired:]:
+        yield from _pair(order, None, back)
+    for front in ahead[paired:]:
+        yield from _pair(order, front, None)
+
+
+def _pair(
+    order: Order, front: tuple[int, Sequence[Stage]] | None, back: tuple[int, Sequence[Stage]] | None
+) -> Iterable[Slot]:
+    """One forward layer beside one backward layer, in the order's steps."""
+    for step in order.steps:
+        side = front if step.op is Op.FORWARD else back
+        if side is None:
+            continue
+        microbatch, stages = side
+        named = {step.stage} if step.stage != REST else {s.name for s in stages} - order.named(step.op)
+        chosen = [s for s in stages if s.name in named and (step.op is not Op.WGRAD or s.wgrad)]
+        for stage in chosen if step.op is Op.FORWARD else chosen[::-1]:
+            yield _slot(step.op, microbatch, stage)
+
+
+def _chunk_backward(microbatch: int, stages: Sequence[Stage]) -> Iterable[Slot]:
+    """Backward of stages outside any layer, last first, each weight gradient right behind."""
+    for stage in reversed(stages):
+        yield _slot(Op.BACKWARD, microbatch, stage)
+        if stage.wgrad:
+            yield _slot(Op.WGRAD, microbatch, stage)
+
+
+def _check_names(order: Order, program: Program) -> None:
+    stages = {stage.name: stage for stage in program.stages if stage.layer is not None}
+    for index, step in enumerate(order.steps):
+        if step.stage != REST and step.stage not in STAGE_NAMES and step.stage not in stages:
+            raise ScheduleError(f"order {order.name} names an unknown stage {step.stage!r}", order.steps, index)
+    wanted: Mapping[Op, set[str]] = {
+        Op.FORWARD: set(stages),
+        Op.BACKWARD: set(stages),
+        Op.WGRAD: {name for name, stage in stages.items() if stage.wgrad},
+    }
+    for op, names in wanted.items():
+        missing = sorted(names - order.named(op)) if not order.has_rest(op) else []
+        if missing:
+            raise ScheduleError(
+                f"order {order.name} has no step {op.value}.{missing[0]}, which stage {stages[missing[0]].label} needs; "
+                "use order plain, or an order that names it"
+            )
+
+
+def _slot(op: Op, microbatch: int, stage: Stage) -> Slot:
+    return Slot(op, microbatch, stage.layer, stage.name)

@@ -1,0 +1,330 @@
+"""The vocabulary of a schedule: lanes, operations, slots, stages and the immutable program of one model chunk.
+
+Owns data only. What order slots come in is orders/expand, what they need and free is lower, what runs is engine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum, StrEnum
+from functools import cached_property
+from typing import Any, Protocol
+
+from overlap.errors import ProgramError, ScheduleError
+
+StageKey = tuple[int | None, str]
+"""(layer, stage name); layer None: a stage of the chunk outside any layer, as `embed` and `head`."""
+
+
+WEIGHTS = "weights"
+"""The chunk's first stage, which writes the parameters that several stages read; its backward sums their uses."""
+
+
+class Lane(Enum):
+    """Where a stage's kernels run: one stream each on a GPU."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+    P2P = "p2p"
+
+
+class Op(StrEnum):
+    """What a slot does with its stage."""
+
+    FORWARD = "F"
+    """Forward that keeps its graph."""
+    NO_GRAD = "N"
+    """Forward without a graph: the first pass of a recomputed segment."""
+    REPLAY = "R"
+    """Forward again, with a graph, just before backward."""
+    BACKWARD = "B"
+    """Gradients of the inputs and, unless delayed, of the weights."""
+    WGRAD = "W"
+    """The delayed weight gradients."""
+    CALL = "X"
+    """A call outside the model (a hook of the driver)."""
+
+
+_SLOT = re.compile(r"([FNRBWX])(\d+)(?:\.(\d+))?\.([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One issue of one stage: `F0.3.dispatch`, or `B1.head` for a stage outside any layer."""
+
+    op: Op
+    microbatch: int
+    layer: int | None
+    stage: str
+
+    @property
+    def key(self) -> StageKey:
+        """The stage this slot issues."""
+        return (self.layer, self.stage)
+
+    def __str__(self) -> str:
+        layer = "" if self.layer is None else f".{self.layer}"
+        return f"{self.op.value}{self.microbatch}{layer}.{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> Slot:
+        """Read what `str(slot)` prints.
+
+        Raises:
+            ScheduleError: The text is no slot.
+        """
+        match = _SLOT.fullmatch(text.strip())
+        if match is None:
+            raise ScheduleError(f"{text!r} is no slot: write op, microbatch, layer, stage, as F0.3.dispatch")
+        op, microbatch, layer, stage = match.groups()
+        return cls(Op(op), int(microbatch), None if layer is None else int(layer), stage)
+
+
+Schedule = tuple[Slot, ...]
+
+
+def format_schedule(schedule: Iterable[Slot]) -> str:
+    """Print a schedule, slots separated by blanks; `parse_schedule` reads it back."""
+    return " ".join(str(slot) for slot in schedule)
+
+
+def parse_schedule(text: str) -> Schedule:
+    """Read slots separated by white space.
+
+    Raises:
+        ScheduleError: A word is no slot.
+    """
+    return tuple(Slot.parse(word) for word in text.split())
+
+
+class Trainable(Protocol):
+    """What the planner needs of a parameter: whether it trains (R6)."""
+
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """Something that happens once per microbatch when a step succeeds (R5): a counter, a logged loss.
+
+    `apply(value)` receives the tensor that the first pass wrote; effects are applied in microbatch order, then
+    program order, whatever the issue order was.
+    """
+
+    value: str
+    apply: Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """One schedulable piece of a layer."""
+
+    layer: int | None
+    name: str
+    lane: Lane
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    forward: Callable[..., Any]
+    """`forward(*reads)` returns the value if there is one write, else a tuple, one per write. A stage with pins
+    also receives `pinned=`: None in the first pass, in a replay the tuple of values that it pinned then."""
+    nondiff: frozenset[str] = frozenset()
+    """Writes that carry no gradient (ids, splits, counts); they may be any Python object."""
+    adjoint: Callable[..., Any] | None = None
+    """`adjoint(grads, pinned)` gives a tuple, one gradient (or None) per read, without any activation (R8): `grads`
+    holds one per write, `pinned` the pinned values among its reads. A stage that draws finds its generator as its
+    forward found it."""
+    wgrad: bool = False
+    """The stage's weight gradients go through recompute.wgrad and may be delayed to a W slot."""
+    pins: tuple[str, ...] = ()
+    """Writes kept from the first pass and handed to the replay (R7)."""
+    effects: tuple[Effect, ...] = ()
+    state: tuple[Any, ...] = ()
+    """Buffers that `forward` changes in place (running statistics, scales); a replay sees them as the first pass did."""
+    draws_rng: bool = False
+    parameters: tuple[Trainable, ...] = ()
+    context: Callable[[], AbstractContextManager[object]] | None = None
+    """Entered around `forward` in the first pass and in the replay alike (precision, R15)."""
+
+    @property
+    def key(self) -> StageKey:
+        """(layer, name)."""
+        return (self.layer, self.name)
+
+    @property
+    def label(self) -> str:
+        """The stage as messages name it: `3.dispatch`."""
+        return self.name if self.layer is None else f"{self.layer}.{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A value the caller feeds for every microbatch."""
+
+    name: str
+    needs_grad: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """A scalar output that starts the backward pass with `weight` times the step's loss scale."""
+
+    value: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The stages of one model chunk for one microbatch, in execution order. Immutable; checked at construction.
+
+    Raises:
+        ProgramError: A value is read before it is written, written twice, or a declaration names no value.
+    """
+
+    stages: tuple[Stage, ...]
+    inputs: tuple[Input, ...]
+    losses: tuple[Loss, ...] = ()
+    outputs: tuple[str, ...] = ()
+    """Values handed back to the caller for each microbatch, beside the losses."""
+    mtp_layers: frozenset[int] = field(default=frozenset())
+
+    def __post_init__(self) -> None:
+        check_program(self)
+
+    @cached_property
+    def by_key(self) -> dict[StageKey, Stage]:
+        """Stages by (layer, name)."""
+        return {stage.key: stage for stage in self.stages}
+
+    @cached_property
+    def position(self) -> dict[StageKey, int]:
+        """Place of each stage in execution order."""
+        return {stage.key: place for place, stage in enumerate(self.stages)}
+
+    @cached_property
+    def producers(self) -> dict[str, Stage]:
+        """The stage that writes each value; inputs have none."""
+        return {value: stage for stage in self.stages for value in stage.writes}
+
+    @cached_property
+    def readers(self) -> dict[str, tuple[Stage, ...]]:
+        """The stages that read each value, in execution order."""
+        readers: dict[str, list[Stage]] = {value: [] for value in self.producers}
+        readers.update({source.name: [] for source in self.inputs})
+        for stage in self.stages:
+            for value in stage.reads:
+                readers[value].append(stage)
+        return {value: tuple(stages) for value, stages in readers.items()}
+
+    @cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Layer numbers in execution order."""
+        return tuple(dict.fromkeys(stage.layer for stage in self.stages if stage.layer is not None))
+
+    @cached_property
+    def layer_stages(self) -> dict[int, tuple[Stage, ...]]:
+        """The stages of each layer, in execution order."""
+        return {layer: tuple(s for s in self.stages if s.layer == layer) for layer in self.layers}
+
+    @cached_property
+    def prologue(self) -> tuple[Stage, ...]:
+        """Stages of the chunk before its first layer (all of them when it has no layer)."""
+        first = next((place for place, s in enumerate(self.stages) if s.layer is not None), len(self.stages))
+        return self.stages[:first]
+
+    @cached_property
+    def epilogue(self) -> tuple[Stage, ...]:
+        """Stages of the chunk after its last layer."""
+        return tuple(stage for stage in self.stages[len(self.prologue) :] if stage.layer is None)
+
+    def nondiff(self, value: str) -> bool:
+        """Whether a value never carries a gradient."""
+        stage = self.producers.get(value)
+        return value in stage.nondiff if stage is not None else not self._input_grads[value]
+
+    @cached_property
+    def _input_grads(self) -> dict[str, bool]:
+        return {source.name: source.needs_grad for source in self.inputs}
+
+    def trained(self) -> frozenset[StageKey]:
+        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient."""
+        alive = {source.name for source in self.inputs if source.needs_grad}
+        stages: set[StageKey] = set()
+        for stage in self.stages:
+            if any(p.requires_grad for p in stage.parameters) or any(value in alive for value in stage.reads):
+                stages.add(stage.key)
+                alive.update(value for value in stage.writes if value not in stage.nondiff)
+        return frozenset(stages)
+
+    def live_ins(self, layers: Iterable[int]) -> tuple[str, ...]:
+        """Values that the stages of `layers` read and none of them writes, in order of first use."""
+        stages = [stage for layer in layers for stage in self.layer_stages[layer]]
+        written = {value for stage in stages for value in stage.writes}
+        return tuple(dict.fromkeys(v for stage in stages for v in stage.reads if v not in written))
+
+
+def check_program(program: Program) -> None:
+    """Check that every value has one writer and is written before it is read.
+
+    Raises:
+        ProgramError: Names the stage, the value and the rule.
+    """
+    known = {source.name for source in program.inputs}
+    keys: set[StageKey] = set()
+    owners: dict[int, Stage] = {}
+    for stage in program.stages:
+        if stage.key in keys:
+            raise ProgramError(f"stage {stage.label} stands twice: a layer's stage names must differ")
+        keys.add(stage.key)
+        for value in stage.reads:
+            if value not in known:
+                raise ProgramError(f"stage {stage.label} reads {value!r}, which no earlier stage writes")
+        if len(set(stage.reads)) != len(stage.reads):
+            raise ProgramError(f"stage {stage.label} reads a value twice: {stage.reads}; pass it once")
+        for value in stage.writes:
+            if value in known:
+                raise ProgramError(f"stage {stage.label} writes {value!r} a second time: values are single-assignment")
+            known.add(value)
+        _check_declarations(stage)
+        for parameter in stage.parameters:
+            other = owners.setdefault(id(parameter), stage)
+            if other is not stage:
+                raise ProgramError(
+                    f"stages {other.label} and {stage.label} read the same parameter: "
+                    "make it a value with ProgramBuilder.parameter(), so that its uses are summed in one order (R3)"
+                )
+    _check_layers_contiguous(program.stages)
+    for name in [loss.value for loss in program.losses] + list(program.outputs):
+        if name not in known:
+            raise ProgramError(f"output {name!r} is written by no stage")
+
+
+def _check_declarations(stage: Stage) -> None:
+    declared: Sequence[tuple[str, Iterable[str]]] = (
+        ("pins", stage.pins),
+        ("nondiff", stage.nondiff),
+        ("effects", (effect.value for effect in stage.effects)),
+    )
+    for what, values in declared:
+        for value in values:
+            if value not in stage.writes:
+                raise ProgramError(f"stage {stage.label}: {what} names {value!r}, which it does not write")
+    for value in stage.pins:
+        if value not in stage.nondiff:
+            raise ProgramError(f"stage {stage.label} pins {value!r}: only a value without gradient can be pinned (R7)")
+    if stage.adjoint is not None and (stage.parameters or stage.wgrad):
+        raise ProgramError(f"stage {stage.label} has an adjoint and parameters: an adjoint gives input gradients only")
+
+
+def _check_layers_contiguous(stages: Sequence[Stage]) -> None:
+    closed: set[int] = set()
+    current: int | None = None
+    for stage in stages:
+        if stage.layer != current:
+            if current is not None:
+                closed.add(current)
+            current = stage.layer
+        if stage.layer is not None and stage.layer in closed:
+            raise ProgramError(f"stage {stage.label} comes after another layer began: a layer's stages are contiguous")

@@ -1,0 +1,309 @@
+"""lower: a schedule becomes a Plan, in which each issue knows what it reads, writes, waits for and frees.
+
+Everything that can be decided before the step is decided here, so that the engine's loop only looks things up:
+generations of values (0: first pass, 1: replay), the fixed order of gradient sums (R3), waits between lanes with the
+implied ones left out, cross-lane uses (R14), last uses (R2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from overlap.ir import Lane, Op, Program, Schedule, Slot, Stage, StageKey
+from overlap.side import Side, Sides, stages_of
+
+Key = tuple[str, int]
+"""A value of a microbatch: (name, generation)."""
+Piece = tuple[str, int]
+"""One reader's share of a value's gradient: (value name, place of the reader in its program)."""
+Event = tuple[Op, StageKey]
+"""The end of one slot of a microbatch, as another lane waits for it."""
+
+_FORWARDS = (Op.FORWARD, Op.NO_GRAD)
+_RUNS_FORWARD = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Issue:
+    """One slot, ready to run."""
+
+    slot: Slot
+    stage: Stage
+    lane: Lane
+    reads: tuple[Key, ...] = ()
+    """F, N, R: one per read of the stage. B by adjoint: the pinned values among its reads."""
+    tracked: tuple[bool, ...] = ()
+    """F, R, B: which reads of the stage need a gradient."""
+    differentiable: tuple[bool, ...] = ()
+    """F, N, R: which writes may carry a gradient."""
+    snapshots: bool = False
+    """N: the stage's in-place state is copied for its replay."""
+    records: bool = False
+    """F, R: whether a graph is kept for this stage's backward."""
+    writes: tuple[Key | None, ...] = ()
+    """One per write; None where a replay keeps the first pass's value (pinned)."""
+    collects: tuple[tuple[int, str], ...] = ()
+    """F, N: places among the writes that are losses or outputs, with their names."""
+    pinned: tuple[Key, ...] = ()
+    """R of a pinning stage: the values that it pinned."""
+    seeds: tuple[float | None, ...] = ()
+    """B: per write, the loss weight that starts its gradient."""
+    pieces: tuple[tuple[Piece, ...], ...] = ()
+    """B: per write, the pieces to add, in the one order (reverse program order)."""
+    gives: tuple[Piece | None, ...] = ()
+    """B, W: per read, the piece that its gradient becomes; None where no gradient is wanted."""
+    delays: bool = False
+    """B: the weight gradients wait for a W slot."""
+    waits: tuple[Event, ...] = ()
+    """Slots of the same microbatch on other lanes that must end first."""
+    signals: bool = False
+    """Whether another lane waits for this one's end."""
+    foreign: tuple[Key, ...] = ()
+    """Reads whose storage another lane allocated: the allocator is told of this use."""
+    foreign_pieces: tuple[Piece, ...] = ()
+    """The same for gradients."""
+    frees: tuple[Key, ...] = ()
+    """Values that nobody reads after this issue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the engine runs: the issues of one schedule."""
+
+    issues: tuple[Issue, ...]
+    imports: Mapping[int, frozenset[Key]]
+    """Per microbatch, values that an earlier plan (or the feed) must have left."""
+    exports: Mapping[int, frozenset[Key]]
+    """Per microbatch, values that this plan leaves for a later one."""
+
+
+def lower(schedule: Schedule, sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> Plan:
+    """Derive reads, writes, waits and frees.
+
+    Args:
+        schedule: A schedule that `validate` accepts.
+        sides: Its sides.
+        survivors: Per microbatch, the values that a later plan reads.
+
+    Returns:
+        The plan, in the schedule's order.
+    """
+    stages = stages_of(schedule, sides)
+    issued = {(slot.microbatch, slot.op, slot.key) for slot in schedule}
+    issues = [
+        _issue(slot, stage, sides[slot.microbatch], (slot.microbatch, Op.WGRAD, slot.key) in issued)
+        for slot, stage in zip(schedule, stages, strict=True)
+    ]
+    imports = _imports(issues)
+    exports = {microbatch: keys for microbatch, keys in survivors.items() if keys}
+    issues = _with_waits(issues, sides, survivors)
+    issues = _with_frees(issues, survivors)
+    return Plan(issues=tuple(issues), imports=imports, exports=exports)
+
+
+def backward_reads(schedule: Schedule, sides: Sides) -> Mapping[int, frozenset[Key]]:
+    """What a backward schedule needs of the first pass, whatever order it is issued in: per microbatch, the keys.
+
+    These are the live-ins of the replays and the pinned values of replays and adjoints.
+    """
+    stages = stages_of(schedule, sides)
+    return _imports(
+        [_issue(slot, stage, sides[slot.microbatch], False) for slot, stage in zip(schedule, stages, strict=True)]
+    )
+
+
+def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
+    bare = Issue(slot=slot, stage=stage, lane=stage.lane)
+    program = side.program
+    if slot.op in _RUNS_FORWARD:
+        replay = slot.op is Op.REPLAY
+        return replace(
+            bare,
+            reads=tuple((value, _generation(value, stage, side, replay)) for value in stage.reads),
+            tracked=tuple(side.needs_grad(value) for value in stage.reads),
+            writes=tuple(
+                None if replay and value in stage.pins else (value, int(replay)) for value in stage.writes
+            ),
+            differentiable=tuple(value not in stage.nondiff for value in stage.writes),
+            snapshots=bool(stage.state) and slot.op is Op.NO_GRAD and side.keeps_graph and stage.key in side.replay_needed,
+            records=slot.op is not Op.NO_GRAD and side.needs_activations(stage),
+            collects=() if replay else _collects(stage, program),
+            pinned=tuple((value, 0) for value in stage.pins) if replay else (),
+        )
+    place = program.position[stage.key]
+    gives = tuple((value, place) if side.needs_grad(value) else None for value in stage.reads)
+    if slot.op is not Op.BACKWARD:
+        return replace(bare, gives=gives)
+    weights = {loss.value: loss.weight for loss in program.losses}
+    return replace(
+        bare,
+        reads=_adjoint_reads(stage, program) if stage.adjoint is not None else (),
+        seeds=tuple(weights.get(value) for value in stage.writes),
+        pieces=tuple(_pieces(value, side) for value in stage.writes),
+        tracked=tuple(side.needs_grad(value) for value in stage.reads),
+        gives=gives,
+        delays=delays,
+    )
+
+
+def _collects(stage: Stage, program: Program) -> tuple[tuple[int, str], ...]:
+    wanted = {*(loss.value for loss in program.losses), *program.outputs}
+    return tuple((place, value) for place, value in enumerate(stage.writes) if value in wanted)
+
+
+def _generation(value: str, stage: Stage, side: Side, replay: bool) -> int:
+    """1 if the reader is replayed and reads what its own segment's replay wrote."""
+    producer = side.program.producers.get(value)
+    if not replay or producer is None or value in producer.pins:
+        return 0
+    return int(side.segment(producer) == side.segment(stage))
+
+
+def _adjoint_reads(stage: Stage, program: Program) -> tuple[Key, ...]:
+    return tuple(
+        (value, 0) for value in stage.reads if value in program.producers and value in program.producers[value].pins
+    )
+
+
+def _pieces(value: str, side: Side) -> tuple[Piece, ...]:
+    if not side.needs_grad(value):
+        return ()
+    readers = [reader for reader in side.program.readers[value] if reader.key in side.trained]
+    return tuple((value, side.program.position[reader.key]) for reader in reversed(readers))
+
+
+def _keys(issue: Issue) -> tuple[Key, ...]:
+    """Every value that an issue touches."""
+    return (*issue.reads, *issue.pinned, *(key for key in issue.writes if key is not None))
+
+
+def _imports(issues: list[Issue]) -> dict[int, frozenset[Key]]:
+    written: set[tuple[int, Key]] = set()
+    missing: dict[int, set[Key]] = {}
+    for issue in issues:
+        microbatch = issue.slot.microbatch
+        for key in (*issue.reads, *issue.pinned):
+            if (microbatch, key) not in written:
+                missing.setdefault(microbatch, set()).add(key)
+        written.update((microbatch, key) for key in issue.writes if key is not None)
+    return {microbatch: frozenset(keys) for microbatch, keys in missing.items()}
+
+
+def _with_frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) -> list[Issue]:
+    """Give each value that no later plan reads to the issue that touches it last."""
+    seen: set[tuple[int, Key]] = set()
+    result: list[Issue] = []
+    nothing: frozenset[Key] = frozenset()
+    for issue in reversed(issues):
+        microbatch = issue.slot.microbatch
+        # Only a microbatch that runs forward here has a later plan: its backward's own reads end here.
+        kept = survivors.get(microbatch, nothing)
+        frees = [key for key in dict.fromkeys(_keys(issue)) if key not in kept and (microbatch, key) not in seen]
+        seen.update((microbatch, key) for key in frees)
+        result.append(replace(issue, frees=tuple(frees)))
+    return result[::-1]
+
+
+class _Clocks:
+    """What each lane knows of the others: the last slot of theirs that it is ordered behind."""
+
+    def __init__(self) -> None:
+        self.known: dict[tuple[Lane, Lane], int] = {}
+
+    def needs_wait(self, lane: Lane, other: Lane, index: int) -> bool:
+        """Whether `lane` is not yet behind slot `index` of `other`."""
+        return lane is not other and self.known.get((lane, other), -2) < index
+
+    def wait(self, lane: Lane, other: Lane, index: int, seen_by: Mapping[Lane, int]) -> None:
+        """Order `lane` behind slot `index` of `other`, and behind all that `other` was behind then."""
+        self.known[lane, other] = max(self.known.get((lane, other), -2), index)
+        for third, known in seen_by.items():
+            if third is not lane:
+                self.known[lane, third] = max(self.known.get((lane, third), -2), known)
+
+    def seen_by(self, lane: Lane) -> dict[Lane, int]:
+        """What `lane` is behind now."""
+        return {other: known for (mine, other), known in self.known.items() if mine is lane}
+
+
+def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> list[Issue]:
+    """Add the waits between lanes that no earlier wait implies, and mark the slots that are waited for."""
+    at: dict[tuple[int, Event], int] = {}
+    views: list[dict[Lane, int]] = []
+    clocks = _Clocks()
+    waited: set[tuple[int, Event]] = set()
+    result: list[Issue] = []
+    for index, issue in enumerate(issues):
+        microbatch = issue.slot.microbatch
+        side = sides[microbatch]
+        # Latest first: waiting for it may imply the earlier ones. -1: ended in an earlier plan.
+        needs = sorted(
+            ((at.get((microbatch, event), -1), lane, event) for event, lane in _dependencies(issue, side)),
+            key=lambda need: -need[0],
+        )
+        waits: list[Event] = []
+        for place, lane, event in needs:
+            if clocks.needs_wait(issue.lane, lane, place):
+                waits.append(event)
+                waited.add((microbatch, event))
+                clocks.wait(issue.lane, lane, place, views[place] if place >= 0 else {})
+        at[microbatch, (issue.slot.op, issue.stage.key)] = index
+        views.append(clocks.seen_by(issue.lane))
+        result.append(
+            replace(
+                issue,
+                waits=tuple(waits),
+                foreign=_foreign(issue, side),
+                foreign_pieces=_foreign_pieces(issue, side.program),
+            )
+        )
+    return [
+        replace(
+            issue,
+            signals=(issue.slot.microbatch, (issue.slot.op, issue.stage.key)) in waited
+            or _read_later(issue, sides, survivors),
+        )
+        for issue in result
+    ]
+
+
+def _dependencies(issue: Issue, side: Side) -> list[tuple[Event, Lane]]:
+    """Slots that an issue's data comes from, with their lanes."""
+    program, op = side.program, issue.slot.op
+    found: dict[Event, Lane] = {}
+    for value, generation in (*issue.reads, *issue.pinned):
+        producer = program.producers.get(value)
+        if producer is not None:
+            found[Op.REPLAY if generation else side.first_pass(producer), producer.key] = producer.lane
+    if op is Op.BACKWARD:
+        for pieces in issue.pieces:
+            for _, place in pieces:
+                reader = program.stages[place]
+                found[Op.BACKWARD, reader.key] = reader.lane
+    return list(found.items())
+
+
+def _foreign(issue: Issue, side: Side) -> tuple[Key, ...]:
+    program = side.program
+    return tuple(
+        key
+        for key in (*issue.reads, *issue.pinned)
+        if key[0] in program.producers and program.producers[key[0]].lane is not issue.lane
+    )
+
+
+def _foreign_pieces(issue: Issue, program: Program) -> tuple[Piece, ...]:
+    return tuple(piece for group in issue.pieces for piece in group if program.stages[piece[1]].lane is not issue.lane)
+
+
+def _read_later(issue: Issue, sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> bool:
+    """Whether a later plan may read what this issue writes on another lane."""
+    if issue.slot.op not in _FORWARDS:
+        return False
+    kept = survivors.get(issue.slot.microbatch, frozenset())
+    readers = sides[issue.slot.microbatch].program.readers
+    return any(
+        key is not None and key in kept and any(reader.lane is not issue.lane for reader in readers[key[0]])
+        for key in issue.writes
+    )

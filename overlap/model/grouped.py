@@ -1,0 +1,90 @@
+"""Grouped matrix products: one matrix per expert, over rows sorted by expert.
+
+Custom operators, because the sizes of the groups are data while the sizes of the results are not: fake tensors pass
+through and only the kernel itself looks at the counts.
+Legend: N rows, E experts, I and O inner and outer width.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ALIGNMENT = 16
+"""Bytes that row strides must be a multiple of in the device kernel."""
+
+
+@torch.library.custom_op("overlap::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its expert.
+
+    Args:
+        x: [N, I], sorted by expert.
+        weight: [E, I, O], of x's type; any strides.
+        counts: [E] int64, rows per expert, summing to N.
+
+    Returns:
+        [N, O].
+
+    Raises:
+        ValueError: The counts do not sum to N (checked where they are on the host).
+    """
+    if _device_kernel(x, weight.shape[1], weight.shape[2]):
+        return F.grouped_mm(x, weight, offs=_ends(counts))
+    out = x.new_empty(x.shape[0], weight.shape[2])
+    for expert, (start, end) in enumerate(_spans(counts, x.shape[0])):
+        torch.mm(x[start:end], weight[expert], out=out[start:end])
+    return out
+
+
+@torch.library.custom_op("overlap::grouped_mm_wgrad", mutates_args=())
+def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    """Gradient of grouped_mm's weight: x^T grad over the rows of each expert, exact zeros where it has none.
+
+    Args:
+        x: [N, I], sorted by expert.
+        grad: [N, O].
+        counts: [E] int64.
+
+    Returns:
+        [E, I, O].
+
+    Raises:
+        ValueError: The counts do not sum to N (checked where they are on the host).
+    """
+    if _device_kernel(x, x.shape[1], grad.shape[1]):
+        return F.grouped_mm(x.t(), grad, offs=_ends(counts))
+    out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+    for expert, (start, end) in enumerate(_spans(counts, x.shape[0])):
+        torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
+    return out
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2])
+
+
+@grouped_mm_wgrad.register_fake
+def _(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+
+
+def _device_kernel(x: Tensor, *widths: int) -> bool:
+    """Whether one kernel does all experts without the host knowing the counts."""
+    aligned = all(width * x.element_size() % _ALIGNMENT == 0 for width in widths)
+    return x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0, dtype=torch.int32)
+
+
+def _spans(counts: Tensor, rows: int) -> list[tuple[int, int]]:
+    ends = list(accumulate(counts.tolist(), initial=0))
+    if ends[-1] != rows:
+        raise ValueError(f"grouped product: counts sum to {ends[-1]} for {rows} rows")
+    return list(zip(ends, ends[1:], strict=False))

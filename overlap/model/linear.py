@@ -1,0 +1,119 @@
+"""Linear maps whose weight gradient can be put off (recompute.wgrad), with one arithmetic for now and later.
+
+Legend: T rows, I and O inner and outer width, E experts.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from overlap.model.grouped import grouped_mm, grouped_mm_wgrad
+from recompute.wgrad import weight_gradient
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T.
+
+    Args:
+        x: [..., I].
+        weight: [O, I]; inside autocast both are cast to its type, and gradients have the types of the arguments.
+
+    Returns:
+        [..., O].
+    """
+    result: Tensor = _Linear.apply(x, weight)
+    return result
+
+
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Multiply each row with the matrix of its expert.
+
+    Args:
+        x: [T, I], sorted by expert; T may be 0.
+        weight: [E, I, O]; an expert without rows gets a gradient of exact zeros.
+        counts: [E] int64, summing to T.
+
+    Returns:
+        [T, O].
+    """
+    result: Tensor = _GroupedLinear.apply(x, weight, counts)
+    return result
+
+
+class Linear(nn.Module):
+    """linear() with its weight, left uninitialised for model.init_weights. No bias."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outer, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., inner] -> [..., outer]."""
+        return linear(x, self.weight)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        dtype = _compute_dtype(x)
+        x = x.to(dtype)
+        _save(ctx, x, weight)
+        return F.linear(x, weight.to(dtype) if dtype != x.dtype else weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
+        return grad_x, _gradient(ctx, _linear_wgrad, x, grad)
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        dtype = _compute_dtype(x)
+        x = x.to(dtype)
+        _save(ctx, x, weight, counts)
+        return grouped_mm(x, weight.to(dtype), counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight, counts = ctx.saved_tensors
+        transposed = weight.to(grad.dtype).transpose(1, 2)
+        grad_x = grouped_mm(grad, transposed, counts) if ctx.needs_input_grad[0] else None
+        return grad_x, _gradient(ctx, _grouped_wgrad, x, grad, counts), None
+
+
+def _compute_dtype(x: Tensor) -> torch.dtype:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def _save(ctx: Any, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
+    # the input is kept only for a weight that trains: frozen weights under adapters hold no activation
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, *rest)
+    # saved-tensor hooks may hand back a copy; a put-off gradient must find the weight itself
+    ctx.weight = weight
+
+
+def _gradient(ctx: Any, compute: Any, *tensors: Tensor) -> Tensor | None:
+    if not ctx.needs_input_grad[1]:
+        return None
+    compute = partial(compute, dtype=ctx.weight.dtype)
+    # a weight computed inside the stage (a base weight plus its adapter) has its own backward waiting for it
+    return weight_gradient(ctx.weight, compute, *tensors) if ctx.weight.is_leaf else compute(*tensors)
+
+
+def _linear_wgrad(x: Tensor, grad: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return grad.flatten(0, -2).t().mm(x.flatten(0, -2)).to(dtype)
+
+
+def _grouped_wgrad(x: Tensor, grad: Tensor, counts: Tensor, *, dtype: torch.dtype) -> Tensor:
+    return grouped_mm_wgrad(x, grad, counts).to(dtype)

@@ -1,0 +1,127 @@
+"""From settings to a Plan: expand, rewrite, validate, lower, in that order; plans are made once and kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from overlap.expand import expand
+from overlap.ir import Program, Schedule, StageKey
+from overlap.lower import Key, Plan, backward_reads, lower
+from overlap.orders import Order, get_order
+from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
+from overlap.side import Side
+from overlap.validate import validate
+from recompute.config import RecomputeConfig
+from recompute.segments import RecomputeSegment, plan_segments
+
+FORWARD_SIDE = 1
+"""Microbatch number of the side that runs forward, in a plan's slots."""
+BACKWARD_SIDE = 0
+
+
+def segments_of(program: Program, config: RecomputeConfig) -> tuple[RecomputeSegment, ...]:
+    """The segments of a program's layers under a config (R1)."""
+    mtp = len(program.mtp_layers)
+    return plan_segments(len(program.layers) - mtp, mtp, config)
+
+
+def make_schedule(
+    order: Order, forward: Side | None, backward: Side | None, *, delayed: bool, elide: bool = True
+) -> Schedule:
+    """The slots of a pair of sides: expanded, recomputed, checked.
+
+    Raises:
+        ScheduleError: The order does not fit the programs.
+    """
+    sides = _sides(forward, backward)
+    schedule = expand(
+        order,
+        None if forward is None else (FORWARD_SIDE, forward.program),
+        None if backward is None else (BACKWARD_SIDE, backward.program),
+    )
+    schedule = drop_untrained(schedule, sides)
+    schedule = delay_wgrad(schedule, sides, delayed=delayed)
+    schedule = add_replay(schedule, sides)
+    if elide:
+        schedule = elide_replay(schedule, sides)
+    validate(schedule, sides)
+    return schedule
+
+
+def _sides(forward: Side | None, backward: Side | None) -> dict[int, Side]:
+    sides = {}
+    if forward is not None:
+        sides[FORWARD_SIDE] = forward
+    if backward is not None:
+        sides[BACKWARD_SIDE] = backward
+    return sides
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRequest:
+    """What a plan depends on; equal requests share one plan."""
+
+    forward: RecomputeConfig | None
+    backward: RecomputeConfig | None
+    trained: frozenset[StageKey]
+
+
+class Planner:
+    """Makes the plans of one program and order, and keeps them."""
+
+    def __init__(self, program: Program, order: Order, *, delayed: bool) -> None:
+        self.program = program
+        self.order = order
+        self.delayed = delayed
+        self._plans: dict[PlanRequest, Plan] = {}
+        self._sides: dict[tuple[RecomputeConfig, frozenset[StageKey]], Side] = {}
+        self._survivors: dict[tuple[RecomputeConfig, frozenset[StageKey]], frozenset[Key]] = {}
+
+    def side(self, config: RecomputeConfig, trained: frozenset[StageKey]) -> Side:
+        """The program as one microbatch runs it under `config`."""
+        if (config, trained) not in self._sides:
+            segments = segments_of(self.program, config)
+            self._sides[config, trained] = Side(self.program, segments, trained)
+        return self._sides[config, trained]
+
+    def survivors(self, config: RecomputeConfig, trained: frozenset[StageKey]) -> frozenset[Key]:
+        """Values that a microbatch's backward reads of its first pass: what the gap keeps beside graphs (R2)."""
+        if (config, trained) not in self._survivors:
+            side = self.side(config, trained)
+            schedule = make_schedule(get_order("plain"), None, side, delayed=False)
+            reads = backward_reads(schedule, {BACKWARD_SIDE: side})
+            self._survivors[config, trained] = reads.get(BACKWARD_SIDE, frozenset())
+        return self._survivors[config, trained]
+
+    def schedule(self, request: PlanRequest) -> Schedule:
+        """The slots behind a plan."""
+        return make_schedule(
+            self.order,
+            None if request.forward is None else self.side(request.forward, request.trained),
+            None if request.backward is None else self.side(request.backward, request.trained),
+            delayed=self.delayed,
+        )
+
+    def plan(self, request: PlanRequest) -> Plan:
+        """The plan for one pair of sides, made at the first request.
+
+        Raises:
+            ScheduleError: The order does not fit the program.
+        """
+        if request not in self._plans:
+            sides = _sides(
+                None if request.forward is None else self.side(request.forward, request.trained),
+                None if request.backward is None else self.side(request.backward, request.trained),
+            )
+            kept = {} if request.forward is None else {FORWARD_SIDE: self.survivors(request.forward, request.trained)}
+            self._plans[request] = lower(self.schedule(request), sides, kept)
+        return self._plans[request]
+
+    def forward_plan(self) -> Plan:
+        """The plan of a forward that no backward follows (R17)."""
+        request = PlanRequest(None, None, frozenset())
+        if request not in self._plans:
+            side = Side(self.program, (), frozenset(), keeps_graph=False)
+            schedule = make_schedule(self.order, side, None, delayed=False)
+            self._plans[request] = lower(schedule, {FORWARD_SIDE: side}, {})
+        return self._plans[request]

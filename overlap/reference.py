@@ -1,0 +1,75 @@
+"""The reference step: the same stages in one autograd graph over the whole model, microbatch after microbatch.
+
+What the overlapped step must equal bit for bit. It shares the stages, the seeds and the loss scale with it, and
+nothing of the schedule: no replay, no gradient table, no pinned routing, autograd adds all gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Feeds, MicrobatchState
+from overlap.ir import Stage
+from overlap.step import Losses, apply_effects, check_feeds
+from recompute.precision import Precision, capture_precision, no_autocast
+from recompute.rng import default_generators, seeded, stage_seed
+
+
+def reference_step(
+    chunk: ModelChunk, microbatches: Sequence[Feeds], accumulate: int = 1, *, total_tokens: int | None = None
+) -> list[Losses]:
+    """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
+    check_feeds(chunk.program, microbatches)
+    scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
+    precision = capture_precision(chunk.device.type)
+    states = []
+    with no_autocast(chunk.device.type):
+        for number, feeds in enumerate(microbatches):
+            owner = MicrobatchState(number, feeds, scale)
+            _microbatch(chunk, owner, precision)
+            states.append(owner)
+    apply_effects(chunk.program, states)
+    chunk.steps_done += 1
+    return [owner.outputs for owner in states]
+
+
+def _microbatch(chunk: ModelChunk, owner: MicrobatchState, precision: Precision | None) -> None:
+    program = chunk.program
+    values: dict[str, Any] = {name: value for (name, _), value in owner.values.items()}
+    for stage in program.stages:
+        # Each stage reads aliases, so that its own uses of a value are summed before other stages' (R3).
+        inputs = [v if program.nondiff(name) else v.view_as(v) for name, v in ((n, values[n]) for n in stage.reads)]
+        result = _forward(chunk, stage, owner.number, inputs, precision)
+        values.update(zip(stage.writes, result, strict=True))
+        owner.effects += [(effect, _detached(values[effect.value])) for effect in stage.effects]
+    losses = [values[loss.value] for loss in program.losses]
+    seeds = [
+        torch.full_like(value, loss.weight * owner.scale) for value, loss in zip(losses, program.losses, strict=True)
+    ]
+    reached = [(value, seed) for value, seed in zip(losses, seeds, strict=True) if value.requires_grad]
+    torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
+    owner.outputs = {name: _detached(values[name]) for name in (*(x.value for x in program.losses), *program.outputs)}
+
+
+def _forward(
+    chunk: ModelChunk, stage: Stage, microbatch: int, inputs: Sequence[Any], precision: Precision | None
+) -> tuple[Any, ...]:
+    with ExitStack() as stack:
+        if precision is not None:
+            stack.enter_context(precision())
+        if stage.context is not None:
+            stack.enter_context(stage.context())
+        if stage.draws_rng:
+            seed = stage_seed(chunk.seed, chunk.steps_done, microbatch, stage.layer, stage.name)
+            stack.enter_context(seeded(seed, default_generators(chunk.device)))
+        result = stage.forward(*inputs, **({"pinned": None} if stage.pins else {}))
+    return result if len(stage.writes) != 1 else (result,)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if torch.is_tensor(value) else value

@@ -1,0 +1,60 @@
+"""How the losses of a step's microbatches add up: the factor on every loss gradient.
+
+The factor multiplies losses, never stored gradients, so that several calls before one optimizer step simply add.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recompute.errors import ConfigError
+
+
+class LossScale(Protocol):
+    """Gives a step's factor on the loss gradients."""
+
+    def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
+        """The factor.
+
+        Args:
+            microbatches: The feeds of this call.
+            accumulate: Calls that make up one optimizer step.
+            total_tokens: Tokens of all those calls, if the caller knows.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class PerMicrobatch:
+    """Each microbatch's loss is a mean; the step's is the mean over all microbatches."""
+
+    def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
+        """One over the microbatches of all calls."""
+        if total_tokens is not None:
+            rule = "only a per-token loss scale takes it"
+            raise ConfigError(field="total_tokens", value=total_tokens, rule=rule)
+        return 1.0 / (len(microbatches) * accumulate)
+
+
+@dataclass(frozen=True, slots=True)
+class PerToken:
+    """Each microbatch's loss is a sum over tokens; the step's is the mean over all tokens."""
+
+    labels: str = "labels"
+    """Name of the feed that holds the labels."""
+    ignore_index: int = -100
+    """Label of tokens that carry no loss."""
+
+    def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
+        """One over the tokens of all calls; with one call they are counted here (at least 1).
+
+        Raises:
+            ConfigError: Several calls and no `total_tokens`.
+        """
+        if total_tokens is None and accumulate > 1:
+            rule = "a per-token loss over several train_step calls needs the tokens of all of them"
+            raise ConfigError(field="total_tokens", value=None, rule=rule)
+        if total_tokens is None:
+            total_tokens = sum(int((mb[self.labels] != self.ignore_index).sum()) for mb in microbatches)
+        return 1.0 / max(total_tokens, 1)

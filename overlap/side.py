@@ -1,0 +1,76 @@
+"""One microbatch's part in a schedule: its program and what of it is recomputed.
+
+A schedule of a layer pair has two sides, keyed by the microbatch number of their slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from overlap.ir import Op, Program, Schedule, Stage, StageKey
+from recompute.segments import RecomputeSegment
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """A model chunk as one microbatch runs it."""
+
+    program: Program
+    segments: tuple[RecomputeSegment, ...]
+    trained: frozenset[StageKey]
+    """Program.trained() when the plan was made."""
+    keeps_graph: bool = True
+    """False: forward only, nothing is kept for a backward (R17)."""
+
+    @cached_property
+    def segment_of(self) -> dict[int, int]:
+        """Index of the segment that each recomputed layer belongs to."""
+        return {layer: index for index, segment in enumerate(self.segments) for layer in segment.layers}
+
+    def segment(self, stage: Stage) -> int | None:
+        """Index of the stage's segment; None: it runs eagerly."""
+        return None if stage.layer is None else self.segment_of.get(stage.layer)
+
+    def first_pass(self, stage: Stage) -> Op:
+        """N inside a segment, F elsewhere; N everywhere when no backward follows."""
+        return Op.FORWARD if self.keeps_graph and self.segment(stage) is None else Op.NO_GRAD
+
+    def needs_grad(self, value: str) -> bool:
+        """Whether backward brings this value a gradient."""
+        if self.program.nondiff(value):
+            return False
+        producer = self.program.producers.get(value)
+        return producer is None or producer.key in self.trained
+
+    def needs_activations(self, stage: Stage) -> bool:
+        """Whether the stage's backward needs its graph: it trains and has no adjoint (R8)."""
+        return stage.key in self.trained and stage.adjoint is None
+
+    @cached_property
+    def replay_needed(self) -> frozenset[StageKey]:
+        """Stages of segments that backward needs replayed: those that need activations and those that feed them."""
+        needed: set[StageKey] = set()
+        for stage in reversed(self.program.stages):
+            segment = self.segment(stage)
+            if segment is None:
+                continue
+            feeds_replay = any(
+                reader.key in needed and self.segment(reader) == segment
+                for value in stage.writes
+                if value not in stage.pins
+                for reader in self.program.readers[value]
+            )
+            if self.needs_activations(stage) or feeds_replay:
+                needed.add(stage.key)
+        return frozenset(needed)
+
+
+Sides = Mapping[int, Side]
+"""The sides of a schedule, by microbatch number."""
+
+
+def stages_of(schedule: Schedule, sides: Sides) -> list[Stage]:
+    """The stage of each slot."""
+    return [sides[slot.microbatch].program.by_key[slot.key] for slot in schedule]

@@ -1,0 +1,193 @@
+"""train_step: one training step without pipelining, microbatch i+1's forward interleaved with i's backward.
+
+Owns issue order across microbatches, the loss scale, effects and clean failure. It never zeroes gradients, clips,
+steps the optimizer or updates the expert bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from overlap.check import check_stages
+from overlap.chunk import ModelChunk
+from overlap.engine import Engine, Feeds, MicrobatchState, Observer
+from overlap.ir import Program, StageKey
+from overlap.lower import Plan
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, PlanRequest
+from recompute import state
+from recompute.errors import ConfigError
+from recompute.precision import capture_precision, no_autocast
+from recompute.rng import default_generators
+
+Losses = dict[str, Tensor]
+"""A microbatch's losses and outputs, by value name, detached."""
+
+
+def train_step(
+    chunk: ModelChunk,
+    microbatches: Sequence[Feeds],
+    accumulate: int = 1,
+    *,
+    total_tokens: int | None = None,
+    observers: Sequence[Observer] = (),
+    engine_type: type[Engine] = Engine,
+) -> list[Losses]:
+    """Forward and backward of all microbatches; gradients add to `.grad`.
+
+    If a stage raises, the exception passes through with a note naming the slot; nothing stays behind except that the
+    `.grad` of the step is undefined: zero it, and a retry is the step that never failed.
+
+    Args:
+        chunk: The model and its settings.
+        microbatches: At least one; each feeds every input of the program.
+        accumulate: train_step calls per optimizer step; losses are scaled by one over all their microbatches.
+        total_tokens: Tokens of all these calls, for a per-token loss scale.
+        observers: Watch the step.
+        engine_type: What runs the plans; a test may break one thing in a subclass.
+
+    Returns:
+        Each microbatch's losses, in order.
+
+    Raises:
+        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`.
+        ProgramError: A stage does not do what it declares (checked at the first call).
+    """
+    check_feeds(chunk.program, microbatches)
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
+    if not torch.is_grad_enabled():
+        return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
+    scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
+    plans = step_plans(chunk, len(microbatches))
+    if not chunk.checked:
+        check_stages(chunk, microbatches[0])
+        chunk.checked = True
+    states = [MicrobatchState(number, feeds, scale) for number, feeds in enumerate(microbatches)]
+    with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program):
+        for plan, forward, backward in plans:
+            engine.run(plan, _bind(states, forward, backward))
+        for owner in states:
+            leftovers = owner.leftovers()
+            assert not leftovers, leftovers
+    apply_effects(chunk.program, states)
+    chunk.steps_done += 1
+    return [owner.outputs for owner in states]
+
+
+def forward_only(
+    chunk: ModelChunk,
+    microbatches: Sequence[Feeds],
+    *,
+    observers: Sequence[Observer] = (),
+    engine_type: type[Engine] = Engine,
+) -> list[Losses]:
+    """Losses and outputs without backward: nothing is retained, replayed or counted (R17).
+
+    Args:
+        chunk: The model; its train or eval mode is respected.
+        microbatches: As in train_step.
+        observers: Watch the run.
+        engine_type: What runs the plan.
+
+    Returns:
+        Each microbatch's losses and outputs.
+    """
+    check_feeds(chunk.program, microbatches)
+    plan = chunk.planner.forward_plan()
+    states = [MicrobatchState(number, feeds, 1.0) for number, feeds in enumerate(microbatches)]
+    with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program, always=True):
+        for owner in states:
+            engine.run(plan, {FORWARD_SIDE: owner})
+    return [owner.outputs for owner in states]
+
+
+StepPlan = tuple[Plan, int | None, int | None]
+"""A plan, and the microbatches that run forward and backward in it."""
+
+
+def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
+    """The plans of a step: forward of the first alone, then pairs, then backward of the last alone."""
+    configs = chunk.configs(num_microbatches)
+    trained = chunk.program.trained()
+    plans: list[StepPlan] = []
+    for forward in range(num_microbatches + 1):
+        ahead = forward if forward < num_microbatches else None
+        behind = forward - 1 if forward else None
+        request = PlanRequest(
+            None if ahead is None else configs[ahead], None if behind is None else configs[behind], trained
+        )
+        plans.append((chunk.planner.plan(request), ahead, behind))
+    return plans
+
+
+def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
+    """Refuse microbatches that do not feed the program.
+
+    Raises:
+        ConfigError: Names the microbatch and the feed.
+    """
+    if not microbatches:
+        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one")
+    wanted = {source.name for source in program.inputs}
+    for number, feeds in enumerate(microbatches):
+        if set(feeds) != wanted:
+            rule = f"must feed exactly {sorted(wanted)}"
+            raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+
+
+def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
+    """Apply the step's effects once, in microbatch order, then program order (R5)."""
+    place: Mapping[str, int] = {value: program.position[stage.key] for value, stage in program.producers.items()}
+    with torch.no_grad():
+        for owner in states:
+            for effect, value in sorted(owner.effects, key=lambda item: place[item[0].value]):
+                effect.apply(value)
+
+
+def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int | None) -> dict[int, MicrobatchState]:
+    bound = {}
+    if forward is not None:
+        bound[FORWARD_SIDE] = states[forward]
+    if backward is not None:
+        bound[BACKWARD_SIDE] = states[backward]
+    return bound
+
+
+@contextmanager
+def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: type[Engine]) -> Iterator[Engine]:
+    """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
+    device = chunk.device
+    engine = engine_type(
+        chunk.lanes,
+        run_seed=chunk.seed,
+        step=chunk.steps_done,
+        generators=default_generators(device),
+        precision=capture_precision(device.type),
+        observers=observers,
+    )
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
+        try:
+            yield engine
+        finally:
+            chunk.lanes.finish()
+
+
+@contextmanager
+def _rollback(program: Program, *, always: bool = False) -> Iterator[None]:
+    """Put in-place state back if the step fails (always: also if it does not)."""
+    buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if always or not done:
+            for live, snapshot in buffers:
+                state.put(live, snapshot)
+
+
+__all__ = ["Losses", "StageKey", "apply_effects", "check_feeds", "forward_only", "step_plans", "train_step"]

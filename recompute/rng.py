@@ -1,0 +1,53 @@
+"""Random numbers of a stage: the same in the first pass and in the replay, whatever runs in between (R4).
+
+Every drawing stage draws from a seed of its own, derived by counting from the run's seed, so a draw does not depend
+on issue order, ranks or pipelining, and nothing has to be kept for the replay. The live generators are as before
+after every stage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+def stage_seed(run_seed: int, step: int, microbatch: int, layer: int | None, stage: str) -> int:
+    """Seed of one stage's draws: 63 bits of a hash of its place in the run.
+
+    Args:
+        run_seed: The run's seed.
+        step: Steps done before this one.
+        microbatch: Number within the step.
+        layer: Layer of the stage; None outside any layer.
+        stage: Stage name.
+    """
+    place = f"{run_seed}/{step}/{microbatch}/{layer}/{stage}".encode()
+    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest()) >> 1
+
+
+@contextmanager
+def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
+    """Draw from `seed` inside; the generators continue afterwards as if nothing had been drawn.
+
+    Args:
+        seed: Seed for each of the generators.
+        generators: The live generators that the code inside may draw from (CPU default, device defaults, named ones).
+    """
+    states = [generator.get_state() for generator in generators]
+    try:
+        for generator in generators:
+            generator.manual_seed(seed)
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:
+    """The default generators that code on `device` draws from: the CPU's, and the device's own."""
+    if device.type == "cuda":
+        return (torch.default_generator, torch.cuda.default_generators[device.index or 0])
+    return (torch.default_generator,)

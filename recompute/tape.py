@@ -1,0 +1,88 @@
+"""Tape: one stage's autograd island. Detached leaves in, outputs out, backward on demand.
+
+Owns the graph of a single stage. Holds graph edges, not output tensors: an output that no backward needs is freed
+with its last reader, while the graph waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+
+class Tape:
+    """The graph of one call of `forward`."""
+
+    __slots__ = ("_edges", "leaves")
+
+    def __init__(self, leaves: Sequence[Any], edges: Sequence[GradientEdge | None]) -> None:
+        self.leaves = leaves
+        """The inputs as the graph sees them: detached, gradient-tracking where asked."""
+        self._edges = edges
+
+    @classmethod
+    def record(
+        cls,
+        forward: Callable[..., Any],
+        inputs: Sequence[Any],
+        tracked: Sequence[bool],
+        differentiable: Sequence[bool],
+        keywords: Mapping[str, Any],
+    ) -> tuple[Tape, tuple[Any, ...]]:
+        """Run `forward` with a graph.
+
+        Args:
+            forward: Returns the one output, or a tuple of them.
+            inputs: Tensors, or any object where `tracked` is False.
+            tracked: Which inputs need a gradient.
+            differentiable: Which outputs carry one; its length is the number of outputs.
+            keywords: Passed on to `forward`.
+
+        Returns:
+            The tape, and the outputs detached from it (same storage).
+        """
+        leaves = [
+            value.detach().requires_grad_() if track else value
+            for value, track in zip(inputs, tracked, strict=True)
+        ]
+        with torch.enable_grad():
+            result = forward(*leaves, **keywords)
+        outputs = result if len(differentiable) != 1 else (result,)
+        edges: list[GradientEdge | None] = []
+        values: list[Any] = []
+        for output, carries in zip(outputs, differentiable, strict=True):
+            if carries:
+                edges.append(get_gradient_edge(output) if output.requires_grad else None)
+                values.append(output.detach())
+            else:
+                edges.append(None)
+                values.append(output)
+        return cls(leaves, edges), tuple(values)
+
+    def backward(self, gradients: Sequence[Tensor | None]) -> None:
+        """Run backward; parameters accumulate into `.grad`, the inputs' gradients are then `leaf.grad`.
+
+        Args:
+            gradients: One per output; None where none arrived.
+        """
+        edges: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for edge, gradient in zip(self._edges, gradients, strict=True):
+            if edge is not None and gradient is not None:
+                edges.append(edge)
+                seeds.append(gradient)
+        if edges:
+            torch.autograd.backward(edges, seeds)
+
+    def take_gradients(self, tracked: Sequence[bool]) -> list[Tensor | None]:
+        """The inputs' gradients after `backward`, taken off the leaves."""
+        gradients: list[Tensor | None] = []
+        for leaf, track in zip(self.leaves, tracked, strict=True):
+            gradients.append(leaf.grad if track else None)
+            if track:
+                leaf.grad = None
+        return gradients

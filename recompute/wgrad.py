@@ -1,0 +1,79 @@
+"""Weight gradients that can be put off: a custom backward asks here whether to compute its weight gradient now.
+
+Owns the collector that is active while one stage's backward runs. Who drains it, and when, is the scheduler's
+decision (a W slot); a plain backward finds no collector and computes at once, with the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGradient:
+    """One weight gradient still to be computed: `compute(*tensors)` for `weight`."""
+
+    weight: Tensor
+    compute: Callable[..., Tensor]
+    tensors: tuple[Tensor, ...]
+
+
+class WeightGradients:
+    """The weight gradients that one stage's backward put off, in the order it met them."""
+
+    __slots__ = ("pending",)
+
+    def __init__(self) -> None:
+        self.pending: list[PendingGradient] = []
+
+    def drain(self) -> list[tuple[Tensor, Tensor]]:
+        """Compute what is pending and forget it.
+
+        Returns:
+            (weight, gradient) pairs, a weight used twice summed in the order of use in backward, as autograd does.
+        """
+        order: list[Tensor] = []
+        sums: dict[int, Tensor] = {}
+        with torch.no_grad():
+            for item in self.pending:
+                gradient = item.compute(*item.tensors)
+                key = id(item.weight)
+                if key in sums:
+                    sums[key] = sums[key] + gradient
+                else:
+                    sums[key] = gradient
+                    order.append(item.weight)
+        self.pending = []
+        return [(weight, sums[id(weight)]) for weight in order]
+
+
+_collectors: list[WeightGradients] = []
+
+
+@contextmanager
+def collect_weight_gradients(into: WeightGradients) -> Iterator[None]:
+    """Put off the weight gradients of the backward run inside, into `into`."""
+    _collectors.append(into)
+    try:
+        yield
+    finally:
+        _collectors.pop()
+
+
+def weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
+    """Weight gradient for a custom backward to return: computed now, or put off and None.
+
+    Args:
+        weight: The weight, as the forward received it.
+        compute: Function of `tensors` giving the gradient, of the weight's shape and dtype.
+        tensors: What `compute` needs (input and output gradient); kept until the W slot.
+    """
+    if not _collectors:
+        return compute(*tensors)
+    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors))
+    return None

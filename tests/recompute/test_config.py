@@ -1,0 +1,123 @@
+"""Every rule of RecomputeConfig: what is accepted, what is refused and with which words."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+
+import pytest
+
+from recompute import ConfigError, Granularity, Method, RecomputeConfig, Replay
+
+
+def test_default_is_no_recompute() -> None:
+    config = RecomputeConfig()
+    assert config == RecomputeConfig.none()
+    assert not config.enabled
+    assert dataclasses.astuple(config) == (Granularity.NONE, None, None, False, Replay.JUST_IN_TIME)
+
+
+def test_constructors() -> None:
+    assert RecomputeConfig.uniform(2) == RecomputeConfig(
+        granularity=Granularity.FULL, method=Method.UNIFORM, num_layers=2
+    )
+    assert RecomputeConfig.block(3) == RecomputeConfig(
+        granularity=Granularity.FULL, method=Method.BLOCK, num_layers=3
+    )
+    assert RecomputeConfig.block(3, recompute_mtp=True).recompute_mtp
+    assert RecomputeConfig.uniform(1).enabled
+
+
+@pytest.mark.parametrize("method", Method)
+def test_text_becomes_enum_member(method: Method) -> None:
+    config = RecomputeConfig(granularity="full", method=str(method), num_layers=1, replay="just_in_time")
+    assert config.granularity is Granularity.FULL
+    assert config.method is method
+    assert config.replay is Replay.JUST_IN_TIME
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (RecomputeConfig.none(), "none"),
+        (RecomputeConfig.uniform(2), "uniform 2"),
+        (RecomputeConfig.block(9), "block 9"),
+        (RecomputeConfig.block(3, recompute_mtp=True), "block 3 + mtp"),
+    ],
+)
+def test_prints_as_in_tables(config: RecomputeConfig, text: str) -> None:
+    assert str(config) == text
+
+
+def test_is_immutable_hashable_and_picklable() -> None:
+    config = RecomputeConfig.block(2)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3  # type: ignore[misc]
+    assert {config: "plan"}[RecomputeConfig.block(2)] == "plan"
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_replace_checks_again() -> None:
+    with pytest.raises(ConfigError, match="num_layers=0"):
+        dataclasses.replace(RecomputeConfig.block(2), num_layers=0)
+
+
+_COUNT = "must be an integer of at least 1"
+
+
+@pytest.mark.parametrize("method", Method)
+@pytest.mark.parametrize("value", [None, 0, -1, True, False, "2", 2.0])
+def test_num_layers_must_be_a_positive_integer(method: Method, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RecomputeConfig(granularity="full", method=method, num_layers=value)
+    assert str(caught.value) == f"num_layers={value!r}: {_COUNT}"
+
+
+@pytest.mark.parametrize("value", [None, "", "Uniform", "blocks", 1, ["uniform"]])
+def test_full_needs_a_known_method(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RecomputeConfig(granularity="full", method=value, num_layers=1)
+    assert str(caught.value) == f"method={value!r}: must be 'uniform' or 'block'"
+
+
+@pytest.mark.parametrize("value", [None, "", "Full", "partial", True, 0])
+def test_granularity_must_be_known(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RecomputeConfig(granularity=value)
+    assert str(caught.value) == f"granularity={value!r}: must be 'none' or 'full'"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"granularity": "selective"},
+            "granularity='selective': recompute inside layers is not available yet; must be 'none' or 'full'",
+        ),
+        (
+            {"granularity": "full", "method": "uniform", "num_layers": 1, "replay": "hidden"},
+            "replay='hidden': replay behind another layer pair is not available yet; must be 'just_in_time'",
+        ),
+        (
+            {"granularity": "full", "method": "uniform", "num_layers": 1, "replay": None},
+            "replay=None: must be 'just_in_time'",
+        ),
+        ({"method": "uniform"}, "method='uniform': has no effect unless granularity is 'full'"),
+        ({"num_layers": 1}, "num_layers=1: has no effect unless granularity is 'full'"),
+        ({"num_layers": 0}, "num_layers=0: has no effect unless granularity is 'full'"),
+        ({"recompute_mtp": True}, "recompute_mtp=True: has no effect unless granularity is 'full'"),
+        (
+            {"granularity": "full", "method": "uniform", "num_layers": 1, "recompute_mtp": True},
+            "recompute_mtp=True: only 'block' takes it: 'uniform' recomputes every MTP depth already",
+        ),
+        (
+            {"granularity": "full", "method": "block", "num_layers": 1, "recompute_mtp": "false"},
+            "recompute_mtp='false': must be True or False",
+        ),
+        ({"recompute_mtp": None}, "recompute_mtp=None: must be True or False"),
+    ],
+)
+def test_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RecomputeConfig(**fields)
+    assert str(caught.value) == message
