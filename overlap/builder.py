@@ -50,12 +50,17 @@ class ProgramBuilder:
 
         Its uses are summed per microbatch in reverse program order and added to `.grad` once (R3).
         """
-        self._shared[f"weight.{name}"] = parameter
-        return Value(f"weight.{name}")
+        value = f"weight.{name}"
+        if value in self._shared or any(known is parameter for known in self._shared.values()):
+            raise ProgramError(f"parameter {name!r} is made a value twice: make it one once and pass the handle on")
+        self._shared[value] = parameter
+        return Value(value)
 
     @contextmanager
     def layer(self, index: int, *, mtp: bool = False) -> Iterator[None]:
         """Stages added inside belong to layer `index` (decoder layers first, then MTP depths)."""
+        if self._layer is not None:
+            raise ProgramError(f"layer {index} begins inside layer {self._layer}: layers do not nest")
         self._layer = index
         if mtp:
             self._mtp.add(index)
@@ -101,6 +106,8 @@ class ProgramBuilder:
             Handles of `outputs` then `nondiff`.
         """
         names = {short: self._name(short) for short in (*outputs, *nondiff)}
+        if len(names) < len(outputs) + len(nondiff):
+            raise ProgramError(f"stage {self._name(name)} names a written value twice: {(*outputs, *nondiff)}")
         for short in (*pins, *(value for value, _ in effects)):
             if short not in names:
                 raise ProgramError(f"stage {self._name(name)}: {short!r} is pinned or has an effect but is not written")

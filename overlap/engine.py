@@ -117,9 +117,9 @@ class Engine:
         try:
             for observer in self._observers:
                 observer.before(issue, owner)
-            self._lanes.begin(issue, owner.events, owner.values)
+            self._lanes.begin(issue, owner)
             self._handlers[issue.slot.op](issue, owner)
-            event = self._lanes.end(issue)
+            event = self._lanes.end(issue, owner)
             if issue.signals:
                 owner.events[issue.slot.op, issue.stage.key] = event
             for observer in self._observers:

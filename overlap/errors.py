@@ -3,6 +3,8 @@
     ValueError
     +-- ScheduleError    an order, schedule or plan breaks a rule; shows the schedule with the faulty slot marked
     +-- ProgramError     a model's stages do not fit together; names the stage and the value
+    RuntimeError
+    +-- RaceError        RecordingLanes saw lanes race; names the slot, the value and the rule
 
 Wrong settings raise recompute.ConfigError (field, value, rule). What a stage raises while a step runs reaches the
 caller as it is, with a note naming the slot.
@@ -27,11 +29,35 @@ class ScheduleError(ValueError):
     def __init__(self, reason: str, slots: Sequence[object] = (), index: int | None = None) -> None:
         self.reason = reason
         self.index = index
-        super().__init__(reason if index is None else f"{reason}\n{_excerpt(slots, index)}")
+        # Arguments as they came, so that ranks can hand the error to each other (pickle calls the class with them).
+        super().__init__(reason, tuple(slots), index)
+        self._excerpt = "" if index is None else f"\n{_excerpt(slots, index)}"
+
+    def __str__(self) -> str:
+        return self.reason + self._excerpt
 
 
 class ProgramError(ValueError):
     """A model's stages do not fit together."""
+
+
+class RaceError(RuntimeError):
+    """Two lanes touch a buffer and nothing orders them.
+
+    Args:
+        slot: The slot that touches it.
+        value: The value or gradient piece.
+        rule: What is broken, as the end of the sentence "this slot ... this value ...".
+    """
+
+    def __init__(self, slot: object, value: str, rule: str) -> None:
+        self.slot = slot
+        self.value = value
+        self.rule = rule
+        super().__init__(slot, value, rule)
+
+    def __str__(self) -> str:
+        return f"{self.slot}, {self.value}: {self.rule}"
 
 
 def _excerpt(slots: Sequence[object], index: int) -> str:

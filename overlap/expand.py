@@ -27,9 +27,7 @@ def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[in
     Raises:
         ScheduleError: The order names a stage that nobody has, or leaves out one that a layer has.
     """
-    for side in (forward, backward):
-        if side is not None:
-            _check_names(order, side[1])
+    _check_names(order, [side[1] for side in (forward, backward) if side is not None])
     slots: list[Slot] = []
     if forward is not None:
         slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].prologue]
@@ -43,9 +41,7 @@ def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[in
     return tuple(slots)
 
 
-def _pairs(
-    order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None
-) -> Iterable[Slot]:
+def _pairs(order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None) -> Iterable[Slot]:
     ahead = [] if forward is None else [(forward[0], forward[1].layer_stages[x]) for x in forward[1].layers]
     behind = [] if backward is None else [(backward[0], backward[1].layer_stages[x]) for x in backward[1].layers[::-1]]
     paired = min(len(ahead), len(behind))
@@ -80,15 +76,17 @@ def _chunk_backward(microbatch: int, stages: Sequence[Stage]) -> Iterable[Slot]:
             yield _slot(Op.WGRAD, microbatch, stage)
 
 
-def _check_names(order: Order, program: Program) -> None:
-    stages = {stage.name: stage for stage in program.stages if stage.layer is not None}
+def _check_names(order: Order, programs: Sequence[Program]) -> None:
+    # A chunk may have no layers, or other ones than its partner: a name is unknown if nobody has it.
+    layered = [stage for program in programs for stage in program.stages if stage.layer is not None]
+    stages = {stage.name: stage for stage in layered}
     for index, step in enumerate(order.steps):
-        if step.stage != REST and step.stage not in STAGE_NAMES and step.stage not in stages:
+        if stages and step.stage not in {REST, *STAGE_NAMES, *stages}:
             raise ScheduleError(f"order {order.name} names an unknown stage {step.stage!r}", order.steps, index)
     wanted: Mapping[Op, set[str]] = {
         Op.FORWARD: set(stages),
         Op.BACKWARD: set(stages),
-        Op.WGRAD: {name for name, stage in stages.items() if stage.wgrad},
+        Op.WGRAD: {stage.name for stage in layered if stage.wgrad},
     }
     for op, names in wanted.items():
         missing = sorted(names - order.named(op)) if not order.has_rest(op) else []

@@ -48,7 +48,8 @@ class Op(StrEnum):
     """A call outside the model (a hook of the driver)."""
 
 
-_SLOT = re.compile(r"([FNRBWX])(\d+)(?:\.(\d+))?\.([A-Za-z_]\w*)")
+_NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
+_SLOT = re.compile(rf"([FNRBWX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,15 +267,21 @@ class Program:
 
 
 def check_program(program: Program) -> None:
-    """Check that every value has one writer and is written before it is read.
+    """Check that every value has one writer and is written before it is read, and that layers stand in order.
 
     Raises:
         ProgramError: Names the stage, the value and the rule.
     """
-    known = {source.name for source in program.inputs}
+    known: set[str] = set()
+    for source in program.inputs:
+        if source.name in known:
+            raise ProgramError(f"input {source.name!r} is declared twice")
+        known.add(source.name)
     keys: set[StageKey] = set()
     owners: dict[int, Stage] = {}
     for stage in program.stages:
+        if _NAME.fullmatch(stage.name) is None:
+            raise ProgramError(f"stage {stage.label}: a stage name is a word, so that slots print and parse")
         if stage.key in keys:
             raise ProgramError(f"stage {stage.label} stands twice: a layer's stage names must differ")
         keys.add(stage.key)
@@ -296,9 +303,35 @@ def check_program(program: Program) -> None:
                     "make it a value with ProgramBuilder.parameter(), so that its uses are summed in one order (R3)"
                 )
     _check_layers_contiguous(program.stages)
+    _check_layer_numbers(program)
+    _check_ends(program)
+
+
+def _check_ends(program: Program) -> None:
+    """Check inputs, losses and outputs against the stages that read and write them."""
+    for source in program.inputs:
+        if not program.readers[source.name]:
+            raise ProgramError(f"input {source.name!r} is read by no stage")
     for name in [loss.value for loss in program.losses] + list(program.outputs):
-        if name not in known:
+        if name not in program.producers:
             raise ProgramError(f"output {name!r} is written by no stage")
+    losses: set[str] = set()
+    for loss in program.losses:
+        if program.nondiff(loss.value):
+            raise ProgramError(f"loss {loss.value!r} is declared without gradient, so it starts no backward")
+        if loss.value in losses:
+            raise ProgramError(f"loss {loss.value!r} is declared twice: add the weights up")
+        losses.add(loss.value)
+
+
+def _check_layer_numbers(program: Program) -> None:
+    """Segments are formed by number (R1), so numbers are places: decoder layers from 0 up, then MTP depths."""
+    layers = program.layers
+    if layers != tuple(range(len(layers))):
+        raise ProgramError(f"layers are numbered {layers}: number them from 0 up, in execution order")
+    mtp = layers[len(layers) - len(program.mtp_layers) :]
+    if program.mtp_layers != frozenset(mtp):
+        raise ProgramError(f"MTP depths are layers {sorted(program.mtp_layers)}: they come after the decoder layers")
 
 
 def _check_declarations(stage: Stage) -> None:
@@ -321,10 +354,16 @@ def _check_declarations(stage: Stage) -> None:
 def _check_layers_contiguous(stages: Sequence[Stage]) -> None:
     closed: set[int] = set()
     current: int | None = None
+    between: Stage | None = None
     for stage in stages:
         if stage.layer != current:
             if current is not None:
                 closed.add(current)
             current = stage.layer
-        if stage.layer is not None and stage.layer in closed:
+        if stage.layer is None:
+            between = stage if closed else None
+        elif stage.layer in closed:
             raise ProgramError(f"stage {stage.label} comes after another layer began: a layer's stages are contiguous")
+        elif between is not None:
+            # It would be issued with the epilogue, after its readers.
+            raise ProgramError(f"stage {between.label} stands between two layers: make it a stage of one of them")

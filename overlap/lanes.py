@@ -8,26 +8,45 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from overlap.lower import Event, Issue
+from overlap.lower import Event, Issue, Key, Piece
+
+
+class Owner(Protocol):
+    """What lanes see of a microbatch (engine.MicrobatchState)."""
+
+    @property
+    def number(self) -> int:
+        """Its number within the step; no two that are alive share one."""
+
+    @property
+    def values(self) -> Mapping[Key, Any]:
+        """Its values."""
+
+    @property
+    def grads(self) -> Mapping[Piece, Any]:
+        """Its gradient pieces."""
+
+    @property
+    def events(self) -> Mapping[Event, Any]:
+        """What `end` returned for its earlier issues that signal."""
 
 
 class Lanes(Protocol):
     """Streams, or what stands for them."""
 
-    def begin(self, issue: Issue, events: Mapping[Event, Any], values: Mapping[Any, Any]) -> None:
+    def begin(self, issue: Issue, owner: Owner) -> None:
         """Switch to the issue's lane and wait for `issue.waits`; tell the allocator of foreign uses.
 
         Args:
             issue: What runs next.
-            events: What `end` returned for earlier issues of the same microbatch.
-            values: The microbatch's values, by key.
+            owner: The microbatch it belongs to.
         """
 
-    def end(self, issue: Issue) -> Any:
-        """Mark the end of the issue.
+    def end(self, issue: Issue, owner: Owner) -> Any:
+        """Mark the end of the issue; what it frees goes right after.
 
         Returns:
-            What `begin` of a waiting issue finds in `events`; only used if `issue.signals`.
+            What `begin` of a waiting issue finds in `owner.events`; only used if `issue.signals`.
         """
 
     def finish(self) -> None:
@@ -37,10 +56,10 @@ class Lanes(Protocol):
 class NullLanes:
     """One lane, as on a CPU: issue order is execution order, so nothing has to wait."""
 
-    def begin(self, issue: Issue, events: Mapping[Event, Any], values: Mapping[Any, Any]) -> None:
+    def begin(self, issue: Issue, owner: Owner) -> None:
         """Nothing to wait for."""
 
-    def end(self, issue: Issue) -> None:
+    def end(self, issue: Issue, owner: Owner) -> None:
         """Nothing to mark."""
 
     def finish(self) -> None:

@@ -122,11 +122,12 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
             bare,
             reads=tuple((value, _generation(value, stage, side, replay)) for value in stage.reads),
             tracked=tuple(side.needs_grad(value) for value in stage.reads),
-            writes=tuple(
-                None if replay and value in stage.pins else (value, int(replay)) for value in stage.writes
-            ),
+            writes=tuple(None if replay and value in stage.pins else (value, int(replay)) for value in stage.writes),
             differentiable=tuple(value not in stage.nondiff for value in stage.writes),
-            snapshots=bool(stage.state) and slot.op is Op.NO_GRAD and side.keeps_graph and stage.key in side.replay_needed,
+            snapshots=bool(stage.state)
+            and slot.op is Op.NO_GRAD
+            and side.keeps_graph
+            and stage.key in side.replay_needed,
             records=slot.op is not Op.NO_GRAD and side.needs_activations(stage),
             collects=() if replay else _collects(stage, program),
             pinned=tuple((value, 0) for value in stage.pins) if replay else (),
@@ -205,32 +206,58 @@ def _with_frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) ->
     return result[::-1]
 
 
+_Past = tuple[int, Event]
+"""The end of a slot of an earlier plan: (microbatch, event)."""
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a lane is ordered behind at some point: slots of this plan by lane, and ends of earlier plans' slots."""
+
+    slots: Mapping[Lane, int]
+    past: frozenset[_Past]
+
+
+_NOTHING = _View({}, frozenset())
+
+
 class _Clocks:
-    """What each lane knows of the others: the last slot of theirs that it is ordered behind."""
+    """What each lane knows of the others now."""
 
     def __init__(self) -> None:
-        self.known: dict[tuple[Lane, Lane], int] = {}
+        self._views: dict[Lane, _View] = {}
 
-    def needs_wait(self, lane: Lane, other: Lane, index: int) -> bool:
-        """Whether `lane` is not yet behind slot `index` of `other`."""
-        return lane is not other and self.known.get((lane, other), -2) < index
-
-    def wait(self, lane: Lane, other: Lane, index: int, seen_by: Mapping[Lane, int]) -> None:
-        """Order `lane` behind slot `index` of `other`, and behind all that `other` was behind then."""
-        self.known[lane, other] = max(self.known.get((lane, other), -2), index)
-        for third, known in seen_by.items():
-            if third is not lane:
-                self.known[lane, third] = max(self.known.get((lane, third), -2), known)
-
-    def seen_by(self, lane: Lane) -> dict[Lane, int]:
+    def view(self, lane: Lane) -> _View:
         """What `lane` is behind now."""
-        return {other: known for (mine, other), known in self.known.items() if mine is lane}
+        return self._views.get(lane, _NOTHING)
+
+    def needs_wait(self, lane: Lane, other: Lane, index: int, past: _Past) -> bool:
+        """Whether `lane` is not yet behind a slot of `other`.
+
+        Args:
+            lane: Who may have to wait.
+            other: Lane of the slot.
+            index: Its place in this plan; -1: it is in an earlier one. A lane that is behind any slot of this plan on
+                `other` is behind all of earlier plans there; among those of earlier plans the order is not known.
+            past: Names it in that case.
+        """
+        view = self.view(lane)
+        return lane is not other and view.slots.get(other, -1) < max(index, 0) and (index >= 0 or past not in view.past)
+
+    def wait(self, lane: Lane, other: Lane, index: int, past: _Past, then: _View) -> None:
+        """Order `lane` behind a slot of `other`, and behind all that `other` was behind then."""
+        mine = self.view(lane)
+        slots = dict(mine.slots)
+        for known, place in {**then.slots, other: index}.items():
+            if known is not lane and place >= 0:
+                slots[known] = max(slots.get(known, -1), place)
+        self._views[lane] = _View(slots, mine.past | then.past | ({past} if index < 0 else frozenset()))
 
 
 def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> list[Issue]:
     """Add the waits between lanes that no earlier wait implies, and mark the slots that are waited for."""
     at: dict[tuple[int, Event], int] = {}
-    views: list[dict[Lane, int]] = []
+    views: list[_View] = []
     clocks = _Clocks()
     waited: set[tuple[int, Event]] = set()
     result: list[Issue] = []
@@ -244,12 +271,13 @@ def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, froze
         )
         waits: list[Event] = []
         for place, lane, event in needs:
-            if clocks.needs_wait(issue.lane, lane, place):
+            past = (microbatch, event)
+            if clocks.needs_wait(issue.lane, lane, place, past):
                 waits.append(event)
-                waited.add((microbatch, event))
-                clocks.wait(issue.lane, lane, place, views[place] if place >= 0 else {})
+                waited.add(past)
+                clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else _NOTHING)
         at[microbatch, (issue.slot.op, issue.stage.key)] = index
-        views.append(clocks.seen_by(issue.lane))
+        views.append(clocks.view(issue.lane))
         result.append(
             replace(
                 issue,

@@ -6,7 +6,7 @@ nothing of the schedule: no replay, no gradient table, no pinned routing, autogr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
-from overlap.ir import Stage
+from overlap.ir import Program, Stage
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
@@ -44,21 +44,32 @@ def _microbatch(chunk: ModelChunk, owner: MicrobatchState, precision: Precision 
     for stage in program.stages:
         # Each stage reads aliases, so that its own uses of a value are summed before other stages' (R3).
         inputs = [v if program.nondiff(name) else v.view_as(v) for name, v in ((n, values[n]) for n in stage.reads)]
-        result = _forward(chunk, stage, owner.number, inputs, precision)
+        result = forward_stage(chunk, stage, owner.number, inputs, precision, None)
         values.update(zip(stage.writes, result, strict=True))
-        owner.effects += [(effect, _detached(values[effect.value])) for effect in stage.effects]
+        owner.effects += [(effect, detached(values[effect.value])) for effect in stage.effects]
+    start_backward(program, owner, values)
+
+
+def start_backward(program: Program, owner: MicrobatchState, values: Mapping[str, Any]) -> None:
+    """Collect a microbatch's losses and outputs, and run autograd from the losses."""
     losses = [values[loss.value] for loss in program.losses]
     seeds = [
         torch.full_like(value, loss.weight * owner.scale) for value, loss in zip(losses, program.losses, strict=True)
     ]
     reached = [(value, seed) for value, seed in zip(losses, seeds, strict=True) if value.requires_grad]
     torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
-    owner.outputs = {name: _detached(values[name]) for name in (*(x.value for x in program.losses), *program.outputs)}
+    owner.outputs = {name: detached(values[name]) for name in (*(x.value for x in program.losses), *program.outputs)}
 
 
-def _forward(
-    chunk: ModelChunk, stage: Stage, microbatch: int, inputs: Sequence[Any], precision: Precision | None
+def forward_stage(
+    chunk: ModelChunk,
+    stage: Stage,
+    microbatch: int,
+    inputs: Sequence[Any],
+    precision: Precision | None,
+    pinned: tuple[Any, ...] | None,
 ) -> tuple[Any, ...]:
+    """Run one stage's forward in its contexts, drawing from its own seed; returns one value per write."""
     with ExitStack() as stack:
         if precision is not None:
             stack.enter_context(precision())
@@ -67,9 +78,10 @@ def _forward(
         if stage.draws_rng:
             seed = stage_seed(chunk.seed, chunk.steps_done, microbatch, stage.layer, stage.name)
             stack.enter_context(seeded(seed, default_generators(chunk.device)))
-        result = stage.forward(*inputs, **({"pinned": None} if stage.pins else {}))
+        result = stage.forward(*inputs, **({"pinned": pinned} if stage.pins else {}))
     return result if len(stage.writes) != 1 else (result,)
 
 
-def _detached(value: Any) -> Any:
+def detached(value: Any) -> Any:
+    """A tensor without its graph; anything else as it is."""
     return value.detach() if torch.is_tensor(value) else value

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from recompute.config import check_count
 from recompute.errors import ConfigError
 
 
@@ -50,11 +51,14 @@ class PerToken:
         """One over the tokens of all calls; with one call they are counted here (at least 1).
 
         Raises:
-            ConfigError: Several calls and no `total_tokens`.
+            ConfigError: Several calls and no `total_tokens`; no feed of that name; a negative count.
         """
         if total_tokens is None and accumulate > 1:
             rule = "a per-token loss over several train_step calls needs the tokens of all of them"
             raise ConfigError(field="total_tokens", value=None, rule=rule)
         if total_tokens is None:
+            if any(self.labels not in mb for mb in microbatches):
+                rule = f"must name a feed that holds the labels: one of {sorted(microbatches[0])}"
+                raise ConfigError(field="labels", value=self.labels, rule=rule)
             total_tokens = sum(int((mb[self.labels] != self.ignore_index).sum()) for mb in microbatches)
-        return 1.0 / max(total_tokens, 1)
+        return 1.0 / max(check_count("total_tokens", total_tokens, at_least=0), 1)

@@ -6,7 +6,7 @@ steps the optimizer or updates the expert bias.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,7 +34,7 @@ def train_step(
     *,
     total_tokens: int | None = None,
     observers: Sequence[Observer] = (),
-    engine_type: type[Engine] = Engine,
+    engine_type: Callable[..., Engine] = Engine,
 ) -> list[Losses]:
     """Forward and backward of all microbatches; gradients add to `.grad`.
 
@@ -83,7 +83,7 @@ def forward_only(
     microbatches: Sequence[Feeds],
     *,
     observers: Sequence[Observer] = (),
-    engine_type: type[Engine] = Engine,
+    engine_type: Callable[..., Engine] = Engine,
 ) -> list[Losses]:
     """Losses and outputs without backward: nothing is retained, replayed or counted (R17).
 
@@ -158,7 +158,7 @@ def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int 
 
 
 @contextmanager
-def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: type[Engine]) -> Iterator[Engine]:
+def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]) -> Iterator[Engine]:
     """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
     device = chunk.device
     engine = engine_type(

@@ -20,7 +20,7 @@ def validate(schedule: Schedule, sides: Sides) -> None:
     Raises:
         ScheduleError: A stage is unknown or issued twice; a slot reads a value not written yet; a backward comes
             before its graph exists or before the backward (or weight gradient) of a reader; a weight gradient comes
-            before its backward; a microbatch's forward or backward is not complete.
+            before its backward or is none; a microbatch's forward or backward is not complete.
     """
     for index, slot in enumerate(schedule):
         if slot.microbatch not in sides or slot.key not in sides[slot.microbatch].program.by_key:
@@ -39,8 +39,11 @@ def validate(schedule: Schedule, sides: Sides) -> None:
             fault = _replay_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
         elif slot.op is Op.BACKWARD:
             fault = _backward_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
-        elif slot.op is Op.WGRAD and place not in issued[Op.BACKWARD]:
-            fault = "precedes its backward"
+        elif slot.op is Op.WGRAD:
+            fault = "" if place in issued[Op.BACKWARD] else "precedes its backward"
+            fault = fault if stage.wgrad else "delays weight gradients of a stage that has none to delay"
+        else:
+            fault = "calls a hook, but names a stage"
         if fault:
             raise ScheduleError(f"{slot} {fault}", schedule, index)
         issued[slot.op][place] = index
@@ -100,6 +103,9 @@ def _check_complete(schedule: Schedule, sides: Sides, issued: _Issued) -> None:
                 raise ScheduleError(
                     f"microbatch {microbatch}: {name} of {missing[0]} is missing", schedule, len(schedule) - 1
                 )
+        replays = [index for (mb, _), index in issued[Op.REPLAY].items() if mb == microbatch]
+        if replays and not backwards:
+            raise ScheduleError(f"{schedule[replays[0]]} replays, but no backward follows", schedule, replays[0])
         delayed = {key for mb, key in issued[Op.WGRAD] if mb == microbatch}
         owed = {s.key for s in side.program.stages if s.wgrad} & backwards
         if delayed and owed - delayed:

@@ -93,9 +93,7 @@ class RecomputeConfig:
         return cls(granularity=Granularity.FULL, method=Method.UNIFORM, num_layers=num_layers, replay=replay)
 
     @classmethod
-    def block(
-        cls, num_layers: int, *, recompute_mtp: bool = False, replay: Replay = Replay.JUST_IN_TIME
-    ) -> Self:
+    def block(cls, num_layers: int, *, recompute_mtp: bool = False, replay: Replay = Replay.JUST_IN_TIME) -> Self:
         """Recompute the first `num_layers` decoder layers of each chunk, each on its own."""
         return cls(
             granularity=Granularity.FULL,

@@ -74,9 +74,7 @@ def read_flags(flags: Mapping[str, object] | Namespace) -> FlagSettings:
     if settings.delay_wgrad and not settings.overlap:
         raise ConfigError(field=_DELAY_WGRAD, value=True, rule=f"has no effect unless {_OVERLAP} is set")
     if settings.recompute.recompute_mtp and not settings.mtp_num_layers:
-        raise ConfigError(
-            field="recompute_mtp", value=True, rule=f"has no effect unless {_MTP_LAYERS} is set"
-        )
+        raise ConfigError(field="recompute_mtp", value=True, rule=f"has no effect unless {_MTP_LAYERS} is set")
     return settings
 
 

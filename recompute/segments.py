@@ -30,9 +30,7 @@ class RecomputeSegment:
         """Check the layer numbers."""
         layers = self.layers
         if not layers or layers[0] < 0 or layers != tuple(range(layers[0], layers[0] + len(layers))):
-            raise ConfigError(
-                field="layers", value=layers, rule="must be consecutive layer numbers from 0 up"
-            )
+            raise ConfigError(field="layers", value=layers, rule="must be consecutive layer numbers from 0 up")
 
     @property
     def first(self) -> int:

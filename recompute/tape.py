@@ -46,8 +46,7 @@ class Tape:
             The tape, and the outputs detached from it (same storage).
         """
         leaves = [
-            value.detach().requires_grad_() if track else value
-            for value, track in zip(inputs, tracked, strict=True)
+            value.detach().requires_grad_() if track else value for value, track in zip(inputs, tracked, strict=True)
         ]
         with torch.enable_grad():
             result = forward(*leaves, **keywords)

@@ -7,7 +7,7 @@ Legend: N rows, E experts, I and O inner and outer width.
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -87,4 +87,4 @@ def _spans(counts: Tensor, rows: int) -> list[tuple[int, int]]:
     ends = list(accumulate(counts.tolist(), initial=0))
     if ends[-1] != rows:
         raise ValueError(f"grouped product: counts sum to {ends[-1]} for {rows} rows")
-    return list(zip(ends, ends[1:], strict=False))
+    return list(pairwise(ends))

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from overlap.model.custom import apply
 from overlap.model.grouped import grouped_mm, grouped_mm_wgrad
 from recompute.wgrad import weight_gradient
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T.
+    """Matrix product x weight^T.
 
     Args:
         x: [..., I].
@@ -27,8 +28,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., O].
     """
-    result: Tensor = _Linear.apply(x, weight)
-    return result
+    return apply(_Linear, x, weight)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -42,8 +42,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     Returns:
         [T, O].
     """
-    result: Tensor = _GroupedLinear.apply(x, weight, counts)
-    return result
+    return apply(_GroupedLinear, x, weight, counts)
 
 
 class Linear(nn.Module):
@@ -61,10 +60,9 @@ class Linear(nn.Module):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        dtype = _compute_dtype(x)
-        x = x.to(dtype)
+        x = _cast(x)
         _save(ctx, x, weight)
-        return F.linear(x, weight.to(dtype) if dtype != x.dtype else weight)
+        return F.linear(x, _cast(weight))
 
     @staticmethod
     @once_differentiable
@@ -77,10 +75,10 @@ class _Linear(torch.autograd.Function):
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        dtype = _compute_dtype(x)
-        x = x.to(dtype)
+        x = _cast(x)
         _save(ctx, x, weight, counts)
-        return grouped_mm(x, weight.to(dtype), counts)
+        product: Tensor = grouped_mm(x, _cast(weight), counts)
+        return product
 
     @staticmethod
     @once_differentiable
@@ -91,9 +89,12 @@ class _GroupedLinear(torch.autograd.Function):
         return grad_x, _gradient(ctx, _grouped_wgrad, x, grad, counts), None
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def _cast(x: Tensor) -> Tensor:
+    """What autocast does to the arguments of a matrix product; nothing outside it."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device))
 
 
 def _save(ctx: Any, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
@@ -116,4 +117,5 @@ def _linear_wgrad(x: Tensor, grad: Tensor, *, dtype: torch.dtype) -> Tensor:
 
 
 def _grouped_wgrad(x: Tensor, grad: Tensor, counts: Tensor, *, dtype: torch.dtype) -> Tensor:
-    return grouped_mm_wgrad(x, grad, counts).to(dtype)
+    gradient: Tensor = grouped_mm_wgrad(x, grad, counts)
+    return gradient.to(dtype)

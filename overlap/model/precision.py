@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,20 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters created inside have this type.
+
+    A later cast would hold both copies for a while, and fails for fake tensors.
+    """
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class WideBuffers(nn.Module):
     """A module whose own floating-point buffers keep type and value under `model.to(bfloat16)`."""
 
@@ -36,5 +51,4 @@ class WideBuffers(nn.Module):
             # casts of a module skip integers; seen as bits a buffer still moves between devices, exactly
             return fn(tensor.view(_SAME_WIDTH[tensor.dtype])).view(tensor.dtype)
 
-        result: Any = super()._apply(keep, recurse)
-        return result  # type: ignore[no-any-return]
+        return super()._apply(keep, recurse)  # type: ignore[no-untyped-call, no-any-return]

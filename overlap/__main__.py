@@ -1,0 +1,7 @@
+"""`python -m overlap`."""
+
+import sys
+
+from overlap.cli import main
+
+sys.exit(main())

@@ -1,0 +1,42 @@
+"""`python -m overlap`: plan, verify, train, profile, demo.
+
+Exit status: 0 well, 1 different (verify), 2 bad input. With --json stdout carries one object and stderr all else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from overlap.cli import demo, plan, profile, train, verify
+from overlap.errors import ProgramError, ScheduleError
+from recompute.errors import ConfigError
+
+Command = Callable[[argparse.Namespace], int]
+BAD_INPUT = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words of the command line; None: the process's own.
+
+    Returns:
+        The exit status.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m overlap",
+        description="Layer-granular activation recompute for MoE training under all-to-all overlap.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for module in (plan, verify, train, profile, demo):
+        module.add_parser(commands)
+    args = parser.parse_args(argv)
+    run: Command = args.run
+    try:
+        return run(args)
+    except (ConfigError, ProgramError, ScheduleError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT

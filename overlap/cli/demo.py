@@ -1,0 +1,5 @@
+"""`demo`: placeholder."""
+
+
+def add_parser(commands):
+    pass

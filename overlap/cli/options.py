@@ -1,0 +1,146 @@
+"""The options that every command shares, and what they mean: a model, its data and how its step runs."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from overlap.model.config import Attention, DType, ModelConfig, Score
+from overlap.orders import ORDER_NAMES
+from recompute.config import Granularity, Method, RecomputeConfig, Replay
+from recompute.errors import ConfigError
+
+NO_METHOD = "none"
+DEFAULT_ORDER = "multi_queue"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """A run as the command line describes it."""
+
+    model: ModelConfig
+    recompute: RecomputeConfig
+    order: str
+    delay_wgrad: bool
+    seq: int
+    """Tokens of a sequence."""
+    batch: int
+    """Sequences of a microbatch."""
+    microbatches: int
+    """Microbatches of a step."""
+    seed: int
+    program: str
+    """`module:function` of one's own model; empty: the built-in decoder."""
+    json: bool
+
+
+def add_shared_options(parser: argparse.ArgumentParser) -> None:
+    """Add the shared options to a command's parser."""
+    model = parser.add_argument_group("model")
+    default = ModelConfig()
+    for name, text in (
+        ("layers", "decoder layers"),
+        ("dense-layers", "leading layers with a dense feed-forward"),
+        ("hidden", "width of the residual stream"),
+        ("heads", "query heads"),
+        ("kv-heads", "key/value heads (gqa)"),
+        ("ffn-width", "inner width of a dense feed-forward"),
+        ("experts", "experts of a MoE layer"),
+        ("topk", "experts per token"),
+        ("expert-width", "inner width of an expert"),
+        ("shared-width", "inner width of the shared expert, 0 for none"),
+        ("expert-groups", "groups of experts"),
+        ("topk-groups", "groups a token may choose from"),
+    ):
+        value = getattr(default, name.replace("-", "_"))
+        model.add_argument(f"--{name}", type=int, default=value, metavar="N", help=f"{text} (default {value})")
+    model.add_argument("--attention", choices=[*Attention], default=str(default.attention), help="kind of attention")
+    model.add_argument("--score", choices=[*Score], default=str(default.score), help="router scores")
+    model.add_argument("--dropout", type=float, default=0.0, metavar="P", help="residual dropout (default 0)")
+    model.add_argument("--attention-dropout", type=float, default=0.0, metavar="P", help="dropout of attention weights")
+    model.add_argument("--jitter", type=float, default=0.0, metavar="E", help="router input noise (default 0)")
+    model.add_argument("--tied", action="store_true", help="embedding and head share their weight")
+    model.add_argument("--per-token-loss", action="store_true", help="mean over all tokens of a step")
+    model.add_argument("--dtype", default=str(default.dtype), help=f"one of {', '.join(DType)}")
+    model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
+    step = parser.add_argument_group("training step")
+    step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
+    step.add_argument("--num-layers", type=_integer, metavar="N", help="layers per segment, or layers (block)")
+    step.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
+    step.add_argument(
+        "--order", help=f"issue order: {', '.join(ORDER_NAMES)} (default {DEFAULT_ORDER}, plain with --program)"
+    )
+    step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
+    step.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a sequence (default 16)")
+    step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
+    step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
+    step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+
+
+def read_options(args: argparse.Namespace) -> Options:
+    """Check the shared options.
+
+    Raises:
+        ConfigError: Names field, value and rule.
+    """
+    model = ModelConfig(
+        **{name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in vars(args)},
+        max_seq=max(args.seq, 1),
+    )
+    for name in ("seq", "batch", "microbatches"):
+        if getattr(args, name) < 1:
+            raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
+    return Options(
+        model=model,
+        recompute=_recompute(args.method, args.num_layers, args.replay),
+        order=args.order or ("plain" if args.program else DEFAULT_ORDER),
+        delay_wgrad=args.delay_wgrad,
+        seq=args.seq,
+        batch=args.batch,
+        microbatches=args.microbatches,
+        seed=args.seed,
+        program=args.program,
+        json=args.json,
+    )
+
+
+def _recompute(method: str, num_layers: object, replay: str | None) -> RecomputeConfig:
+    if method == NO_METHOD:
+        for name, value in (("num_layers", num_layers), ("replay", replay)):
+            if value is not None:
+                raise ConfigError(field=name, value=value, rule="has no effect with method none: leave it out")
+        return RecomputeConfig.none()
+    return RecomputeConfig(
+        granularity=Granularity.FULL,
+        method=method,  # type: ignore[arg-type]  # text is checked there
+        num_layers=num_layers,  # type: ignore[arg-type]
+        replay=Replay.JUST_IN_TIME if replay is None else replay,  # type: ignore[arg-type]
+    )
+
+
+def _integer(text: str) -> int | str:
+    """An integer where it is one; other text is refused later, with the rule."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
+
+
+def describe(options: Options) -> dict[str, object]:
+    """The options as a flat JSON object."""
+    model = {name: getattr(options.model, name) for name in ModelConfig.__dataclass_fields__}
+    recompute = options.recompute
+    return {
+        **{name: str(value) if isinstance(value, str) else value for name, value in model.items()},
+        "method": NO_METHOD if recompute.method is None else str(recompute.method),
+        "num_layers": recompute.num_layers,
+        "replay": str(recompute.replay),
+        "order": options.order,
+        "delay_wgrad": options.delay_wgrad,
+        "seq": options.seq,
+        "batch": options.batch,
+        "microbatches": options.microbatches,
+        "seed": options.seed,
+        "program": options.program,
+    }

@@ -1,0 +1,85 @@
+"""`plan`: what a run's schedule looks like: segments, slots, and what each segment keeps."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from overlap.chunk import ModelChunk
+from overlap.cli.build import build_chunk
+from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.report import console, print_json, table
+from overlap.ir import Schedule
+from overlap.plan import PlanRequest
+from overlap.side import Side
+from overlap.verify import step_facts
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="show segments, slots and what each segment keeps",
+        description="Show what a step will issue, without running it.",
+    )
+    add_shared_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Plan and report; returns the exit status."""
+    options = read_options(args)
+    chunk = build_chunk(options)
+    facts = step_facts(chunk, options.microbatches)
+    trained = chunk.program.trained()
+    side = chunk.planner.side(options.recompute, trained)
+    schedule = chunk.planner.schedule(PlanRequest(options.recompute, options.recompute, trained))
+    payload = {
+        "segments": [
+            {"layers": list(segment.layers), **_kept(chunk, side, index, options)}
+            for index, segment in enumerate(side.segments)
+        ],
+        "slots": dict(facts.slots),
+        "replayed_a2a": facts.replayed_a2a,
+        "replayed_a2a_per_layer": facts.replayed_a2a_per_layer,
+        "order": str(chunk.order),
+        "pair": [str(slot) for slot in schedule],
+        "config": describe(options),
+    }
+    if options.json:
+        print_json(payload)
+    else:
+        _show(payload, schedule)
+    return 0
+
+
+def _kept(chunk: ModelChunk, side: Side, index: int, options: Options) -> dict[str, list[str]]:
+    """What one segment keeps from its first pass for its replay and its adjoints."""
+    program = chunk.program
+    survivors = {name for name, _ in chunk.planner.survivors(options.recompute, side.trained)}
+    stages = [stage for layer in side.segments[index].layers for stage in program.layer_stages[layer]]
+    pinned = [value for stage in stages for value in stage.pins if value in survivors]
+    read = {value for stage in stages if stage.key in side.replay_needed for value in stage.reads}
+    live_ins = [value for value in program.live_ins(side.segments[index].layers) if value in read & survivors]
+    replayed = [stage.label for stage in stages if stage.key in side.replay_needed]
+    return {"inputs": live_ins, "pinned": pinned, "replayed": replayed}
+
+
+def _show(payload: dict[str, Any], schedule: Schedule) -> None:
+    rows = [
+        (
+            " ".join(map(str, segment["layers"])),
+            ", ".join(segment["inputs"]),
+            ", ".join(segment["pinned"]),
+            " ".join(segment["replayed"]),
+        )
+        for segment in payload["segments"]
+    ]
+    if rows:
+        console.print(table("Segments", ("layers", "inputs kept", "pinned", "replayed stages"), rows))
+    else:
+        console.print("No segment: every layer keeps its activations.")
+    slots = "  ".join(f"{op} {count}" for op, count in payload["slots"].items())
+    console.print(f"slots of a step: {slots}; replayed all-to-alls: {payload['replayed_a2a']}")
+    console.print("[bold]Issue order of one pair[/] (1: the microbatch that runs forward, 0: backward)")
+    console.print("  " + " ".join(str(slot) for slot in schedule), soft_wrap=False, highlight=False)

@@ -1,0 +1,5 @@
+"""`profile`: placeholder."""
+
+
+def add_parser(commands):
+    pass

@@ -1,0 +1,104 @@
+"""`train`: a byte-level language model on text files."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from overlap.cli.build import build_chunk
+from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.report import messages, print_json
+from overlap.training.checkpoint import load_checkpoint, save_checkpoint
+from overlap.training.text import VOCAB, ByteText, default_text
+from overlap.training.trainer import StepReport, Trainer
+from recompute.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "train",
+        help="train a byte-level language model on text",
+        description="Train on text with AdamW; save and resume bitwise.",
+    )
+    add_shared_options(parser)
+    parser.set_defaults(seq=64, batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
+    job = parser.add_argument_group("job")
+    job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
+    job.add_argument("--steps", type=int, default=50, metavar="N", help="training steps to run (default 50)")
+    job.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="learning rate (default 3e-3)")
+    job.add_argument("--save", metavar="FILE", help="write a checkpoint at the end")
+    job.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and report; returns the exit status."""
+    options = read_options(args)
+    if options.program:
+        raise ConfigError(field="program", value=options.program, rule="train knows the built-in decoder only")
+    if args.steps < 1:
+        raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
+    if not args.lr > 0:
+        raise ConfigError(field="lr", value=args.lr, rule="must be above 0")
+    trainer = make_trainer(options, args.text, args.lr)
+    config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
+    if args.resume is not None:
+        load_checkpoint(Path(args.resume), trainer.chunk, trainer.optimizer, config)
+    reports = _train(trainer, args.steps)
+    if args.save is not None:
+        save_checkpoint(Path(args.save), trainer.chunk, trainer.optimizer, config)
+    payload = {
+        "losses": [report.loss for report in reports],
+        "first_step": reports[0].step,
+        "tokens_per_second": sorted(report.tokens_per_second for report in reports)[len(reports) // 2],
+        "milliseconds": sorted(report.milliseconds for report in reports)[len(reports) // 2],
+        "config": {**describe(options), "steps": args.steps, "lr": args.lr},
+    }
+    if options.json:
+        print_json(payload)
+    else:
+        messages.print(
+            f"loss {reports[0].loss:.4f} -> {reports[-1].loss:.4f} in {len(reports)} steps, "
+            f"median {payload['tokens_per_second']:,.0f} tokens/s"
+        )
+    return 0
+
+
+def make_trainer(options: Options, paths: list[str] | None, learning_rate: float) -> Trainer:
+    """A trainer on text; the vocabulary is the 256 bytes."""
+    options = replace(options, model=replace(options.model, vocab=VOCAB))
+    text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
+    data = partial(_data, text, options)
+    return Trainer(build_chunk(options), data, learning_rate=learning_rate)
+
+
+def _data(text: ByteText, options: Options, step: int) -> Any:
+    return text.microbatches(options.seed, step, options.microbatches, options.batch)
+
+
+def saved_config(options: Options) -> dict[str, object]:
+    """What a checkpoint's run must agree on: all that changes the numbers, not how they are computed."""
+    how = {"method", "num_layers", "replay", "order", "delay_wgrad", "program"}
+    return {name: value for name, value in describe(options).items() if name not in how}
+
+
+def _train(trainer: Trainer, steps: int) -> list[StepReport]:
+    reports: list[StepReport] = []
+    columns = (
+        TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
+        TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
+        task = progress.add_task("training", total=steps, state="")
+        for _ in range(steps):
+            report = trainer.step()
+            reports.append(report)
+            state = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} tokens/s"
+            progress.update(task, advance=1, state=state)
+    return reports

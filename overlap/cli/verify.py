@@ -1,0 +1,101 @@
+"""`verify`: the overlapped step against plain autograd, bit for bit; or a control that must differ."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.report import console, print_json, table
+from overlap.controls import CONTROLS, make_control
+from overlap.engine import Engine
+from overlap.verify import TensorsCompared, Verdict, step_facts, verify
+from recompute.errors import ConfigError
+
+EQUAL, DIFFERENT = 0, 1
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "verify",
+        help="compare the overlapped step with plain autograd, bit for bit",
+        description="Exit status 0 if loss, all gradients, all buffers and the generator state are bitwise equal, "
+        "1 if not, 2 on bad input.",
+    )
+    add_shared_options(parser)
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
+    parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Verify and report; returns the exit status."""
+    options = read_options(args)
+    if args.steps < 1:
+        raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
+    chunk = build_chunk(options)
+    engine_type: Any = Engine
+    broken = None
+    if args.control is not None:
+        control = make_control(args.control, chunk, options.microbatches)
+        engine_type, broken = control.engine_type, control.broken
+        print(f"control {args.control}: {broken}", file=sys.stderr)
+    batches = [random_microbatches(options, step) for step in range(args.steps)]
+    verdict = verify(chunk, batches, engine_type=engine_type)
+    facts = step_facts(chunk, options.microbatches)
+    payload = {
+        "equal": verdict.equal,
+        "loss_equal": verdict.loss_equal,
+        "gradients": _compared(verdict.gradients),
+        "buffers": _compared(verdict.buffers),
+        "rng_equal": verdict.rng_equal,
+        "segments": [list(layers) for layers in facts.segments],
+        "slots": dict(facts.slots),
+        "replayed_a2a": facts.replayed_a2a,
+        "replayed_a2a_per_layer": facts.replayed_a2a_per_layer,
+        "max_live_segments": verdict.max_live_segments,
+        "config": {**describe(options), "steps": args.steps, "control": args.control},
+    }
+    if args.control is not None:
+        payload["broken"] = broken
+    if options.json:
+        print_json(payload)
+    else:
+        _show(verdict, payload)
+    return EQUAL if verdict.equal else DIFFERENT
+
+
+def _compared(result: TensorsCompared) -> dict[str, object]:
+    return {"compared": result.compared, "different": list(result.different)}
+
+
+def _show(verdict: Verdict, payload: dict[str, Any]) -> None:
+    def row(name: str, compared: object, different: tuple[str, ...] | None, equal: bool) -> tuple[object, ...]:
+        count = "" if different is None else len(different)
+        return (name, compared, count, "[green]equal[/]" if equal else "[red]different[/]")
+
+    console.print(
+        table(
+            "Overlapped step against plain autograd",
+            ("what", "compared", "different", "verdict"),
+            (
+                row("losses", "", None, verdict.loss_equal),
+                row(
+                    "gradients",
+                    verdict.gradients.compared,
+                    verdict.gradients.different,
+                    not verdict.gradients.different,
+                ),
+                row("buffers", verdict.buffers.compared, verdict.buffers.different, not verdict.buffers.different),
+                row("generator state", "", None, verdict.rng_equal),
+            ),
+        )
+    )
+    for name in (*verdict.gradients.different, *verdict.buffers.different):
+        console.print(f"  differs: {name}")
+    slots = "  ".join(f"{op} {count}" for op, count in payload["slots"].items())
+    console.print(f"slots of a step: {slots}; replayed all-to-alls: {payload['replayed_a2a']}")
+    console.print(f"segments: {payload['segments']}; most alive at once: {payload['max_live_segments']}")

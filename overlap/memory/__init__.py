@@ -1,0 +1,1 @@
+"""Memory of a step: measured exactly, and predicted from its plan."""

@@ -1,0 +1,102 @@
+"""Causal self-attention: multi-head latent (DeepSeek-V2, 2024, section 2.1) and grouped-query (Ainslie et al., 2023).
+
+Legend: B sequences, S positions, C hidden, H heads.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from overlap.model.config import Attention, ModelConfig
+from overlap.model.linear import Linear
+from overlap.model.norm import RMSNorm
+from overlap.model.rope import Rotary
+
+
+class LatentAttention(nn.Module):
+    """Keys and values come from one latent of `kv_rank`.
+
+    Position enters through `rope_dim` extra key dimensions that all heads share.
+    """
+
+    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = rotary
+        query_width = config.heads * (config.nope_dim + config.rope_dim)
+        self.query = (
+            nn.Sequential(
+                Linear(config.hidden, config.q_rank),
+                RMSNorm(config.q_rank, config.norm_eps),
+                Linear(config.q_rank, query_width),
+            )
+            if config.q_rank
+            else Linear(config.hidden, query_width)
+        )
+        self.latent = Linear(config.hidden, config.kv_rank + config.rope_dim)
+        self.latent_norm = RMSNorm(config.kv_rank, config.norm_eps)
+        self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
+        self.output = Linear(config.heads * config.value_dim, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, C] -> [B, S, C]."""
+        config = self.config
+        q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
+        latent, k_rope = _split(self.latent(x), config.rope_dim)
+        expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
+        k_nope, value = _split(expanded, config.value_dim)
+        k_rope = self.rotary(k_rope.unsqueeze(1)).expand_as(q_rope)
+        query = torch.cat((q_nope, self.rotary(q_rope)), -1)
+        drop = config.attention_dropout if self.training else 0.0
+        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop)
+        result: Tensor = self.output(mixed)
+        return result
+
+
+class GroupedQueryAttention(nn.Module):
+    """`kv_heads` key/value heads, each shared by heads/kv_heads query heads; rotary on the whole head."""
+
+    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+        super().__init__()
+        self.config = config
+        self.rotary = rotary
+        self.query = Linear(config.hidden, config.heads * config.head_dim)
+        self.key = Linear(config.hidden, config.kv_heads * config.head_dim)
+        self.value = Linear(config.hidden, config.kv_heads * config.head_dim)
+        self.output = Linear(config.heads * config.head_dim, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, S, C] -> [B, S, C]."""
+        config = self.config
+        query = self.rotary(_heads(self.query(x), config.heads))
+        key = self.rotary(_heads(self.key(x), config.kv_heads))
+        value = _heads(self.value(x), config.kv_heads)
+        drop = config.attention_dropout if self.training else 0.0
+        result: Tensor = self.output(_attend(query, key, value, drop))
+        return result
+
+
+ATTENTIONS: dict[Attention, type[LatentAttention] | type[GroupedQueryAttention]] = {
+    Attention.MLA: LatentAttention,
+    Attention.GQA: GroupedQueryAttention,
+}
+
+
+def _heads(x: Tensor, heads: int) -> Tensor:
+    """[B, S, H*d] -> [B, H, S, d]."""
+    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
+    """Cut the last dimension in two, the second part `last` wide."""
+    return x[..., :-last], x[..., -last:]
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """Causal attention over [B, H, S, d]; key and value may have fewer heads. Returns [B, S, H*d]."""
+    mixed = F.scaled_dot_product_attention(
+        query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return mixed.transpose(1, 2).flatten(-2)

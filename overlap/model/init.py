@@ -1,0 +1,26 @@
+"""Initial weights: a function of the seed and the shapes, drawn from a generator of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, seed: int) -> None:
+    """Fill every parameter: matrices normal with variance 1/(inner width), norms with ones.
+
+    A matrix is [outer, inner] or [experts, inner, outer]; the embedding [vocab, hidden] counts as the former. The same
+    seed gives the same numbers (rounded) in every type and on every device.
+
+    Args:
+        model: Its parameters are visited in `named_parameters()` order.
+        seed: Any integer; the global generators are not touched.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
+            parameter.copy_(drawn * parameter.shape[1] ** -0.5)

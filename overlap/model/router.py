@@ -1,0 +1,171 @@
+"""Router: which experts a token visits, with what weight, and the losses and counters that keep the load even.
+
+Owns the selection bias and the counters; changes them only through effects (R5) and update_expert_bias().
+Legend: T tokens, C hidden, E experts, k experts per token, G groups.
+Sources: Switch Transformer (2021) eq. 4 for the load-balancing loss, ST-MoE (2022) eq. 5 for the z-loss,
+DeepSeek-V3 (2024) section 2.1.2 for sigmoid scores, group limit and selection bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from overlap.dispatch import Routing, make_routing
+from overlap.model.config import ModelConfig, Score
+from overlap.model.precision import DTYPES, WideBuffers, wide_dtype
+
+Select = Callable[[Tensor, int], Tensor]
+"""select(scores [T, n], k) -> ids [T, k] int64: the k largest per row, distinct."""
+Effects = tuple[tuple[str, Callable[[Tensor], None]], ...]
+
+_GROUP_SCORE_OF = 2
+"""A group is scored by the sum of this many of its best experts."""
+_TINY = 1e-20
+
+
+class Routed(NamedTuple):
+    """What the router gives for T tokens."""
+
+    probs: Tensor
+    """[T, k], float32 or wider, with gradient."""
+    routing: Routing
+    losses: tuple[Tensor, ...]
+    """Scalars, one per name in Router.loss_names."""
+
+
+def select_largest(scores: Tensor, k: int) -> Tensor:
+    """The ids of the k largest scores per row: [T, n] -> [T, k]."""
+    return scores.topk(k, dim=-1).indices
+
+
+class Router(WideBuffers):
+    """Scores experts in float32 (float64 in a float64 model) and chooses top-k of them.
+
+    Attributes:
+        select: How the k largest are found; replace it to study ties.
+        expert_bias: [E], added to the scores for selection only.
+        tokens_per_expert: [E] int64, copies counted since the last update_expert_bias().
+        aux_loss_sum, z_loss_sum: Scalars, the losses of all microbatches of successful steps, as they entered the
+            objective; set to zero by whoever reports them.
+    """
+
+    expert_bias: Tensor
+    tokens_per_expert: Tensor
+    aux_loss_sum: Tensor
+    z_loss_sum: Tensor
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.select: Select = select_largest
+        self.weight = nn.Parameter(torch.empty(config.experts, config.hidden))
+        wide = wide_dtype(DTYPES[config.dtype])
+        self.register_buffer("expert_bias", torch.zeros(config.experts, dtype=wide))
+        self.register_buffer("tokens_per_expert", torch.zeros(config.experts, dtype=torch.int64))
+        self.register_buffer("aux_loss_sum", torch.zeros((), dtype=wide))
+        self.register_buffer("z_loss_sum", torch.zeros((), dtype=wide))
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """The auxiliary losses in use, in the order of Routed.losses."""
+        weights = (("aux", self.config.aux_coefficient), ("z", self.config.z_coefficient))
+        return tuple(name for name, weight in weights if weight > 0)
+
+    @property
+    def effects(self) -> Effects:
+        """(value, apply) pairs of the stage that holds this router; its values `counts` and the losses."""
+        logs = {"aux": self.log_aux, "z": self.log_z}
+        return (("counts", self.count), *((name, logs[name]) for name in self.loss_names))
+
+    def forward(self, x: Tensor, pinned: Routing | None = None) -> Routed:
+        """Route tokens.
+
+        Args:
+            x: [T, C].
+            pinned: A choice made before: probabilities and losses are computed at it and nothing is chosen (R7).
+        """
+        logits = self._logits(x)
+        scores = logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
+        routing = make_routing(self._choose(scores.detach()), self.config.experts) if pinned is None else pinned
+        losses = {"aux": self._aux_loss, "z": self._z_loss}
+        tokens = x.shape[0] if self.config.per_token_loss else 1
+        return Routed(
+            self._probabilities(scores, routing.expert_ids),
+            routing,
+            tuple(losses[name](logits, scores, routing) * tokens for name in self.loss_names),
+        )
+
+    def count(self, counts: Tensor) -> None:
+        """Effect: add the copies per expert [E] of one microbatch; nothing in eval mode."""
+        if self.training:
+            self.tokens_per_expert.add_(counts)
+
+    def log_aux(self, loss: Tensor) -> None:
+        """Effect: add the load-balancing loss of one microbatch; nothing in eval mode."""
+        if self.training:
+            self.aux_loss_sum.add_(loss.detach())
+
+    def log_z(self, loss: Tensor) -> None:
+        """Effect: add the z-loss of one microbatch; nothing in eval mode."""
+        if self.training:
+            self.z_loss_sum.add_(loss.detach())
+
+    def _logits(self, x: Tensor) -> Tensor:
+        wide = wide_dtype(x.dtype)
+        x = x.to(wide)
+        if self.training and self.config.jitter > 0:
+            x = x * torch.empty_like(x).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
+        # autocast would compute the scores in the narrow type
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x, self.weight.to(wide))
+
+    def _choose(self, scores: Tensor) -> Tensor:
+        """[T, E] -> [T, k] int64."""
+        config = self.config
+        if config.expert_bias:
+            scores = scores + self.expert_bias
+        if config.topk_groups < config.expert_groups:
+            scores = self._limit_groups(scores)
+        return self.select(scores, config.topk)
+
+    def _limit_groups(self, scores: Tensor) -> Tensor:
+        """Put the experts outside each token's best groups out of reach."""
+        config = self.config
+        grouped = scores.view(-1, config.expert_groups, config.experts // config.expert_groups)
+        best = grouped.topk(min(_GROUP_SCORE_OF, grouped.shape[-1]), dim=-1).values.sum(-1)
+        groups = self.select(best, config.topk_groups)
+        outside = torch.ones_like(best, dtype=torch.bool).scatter(-1, groups, False)
+        return grouped.masked_fill(outside.unsqueeze(-1), float("-inf")).view_as(scores)
+
+    def _probabilities(self, scores: Tensor, expert_ids: Tensor) -> Tensor:
+        chosen = scores.gather(-1, expert_ids)
+        if self.config.score is Score.SIGMOID and self.config.topk > 1:
+            chosen = chosen / (chosen.sum(-1, keepdim=True) + _TINY)
+        return chosen * self.config.route_scale
+
+    def _aux_loss(self, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
+        """E * sum over experts of (share of copies) * (mean normalised score)."""
+        config = self.config
+        share = routing.counts.to(scores.dtype) / max(routing.source.shape[0], 1)
+        mean = (scores / (scores.sum(-1, keepdim=True) + _TINY)).mean(0)
+        return (share * mean).sum() * (config.experts * config.aux_coefficient)
+
+    def _z_loss(self, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
+        return logits.logsumexp(-1).square().mean() * self.config.z_coefficient
+
+
+@torch.no_grad()
+def update_expert_bias(model: nn.Module) -> None:
+    """Once per optimizer step: raise the bias of experts below the mean load, lower it above, restart the count."""
+    for router in model.modules():
+        if isinstance(router, Router):
+            if router.config.expert_bias:
+                load = router.tokens_per_expert.double()
+                step = (load.mean() - load).sign() * router.config.bias_rate
+                router.expert_bias.add_(step.to(router.expert_bias.dtype))
+            router.tokens_per_expert.zero_()

@@ -1,0 +1,1 @@
+"""The main job: train a byte-level language model on text files."""

@@ -1,0 +1,65 @@
+"""Trainer: steps of AdamW on microbatches of text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Feeds
+from overlap.model.router import update_expert_bias
+from overlap.step import train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """One training step."""
+
+    step: int
+    loss: float
+    """Mean over the step's microbatches of the main loss."""
+    milliseconds: float
+    tokens_per_second: float
+
+
+class Trainer:
+    """Drives a chunk with AdamW.
+
+    Args:
+        chunk: The model.
+        data: `data(step)` gives that step's microbatches.
+        learning_rate: Of AdamW.
+    """
+
+    def __init__(
+        self, chunk: ModelChunk, data: Callable[[int], Sequence[Feeds]], *, learning_rate: float = 3e-3
+    ) -> None:
+        self.chunk = chunk
+        self.data = data
+        self.optimizer = torch.optim.AdamW(chunk.parameters(), lr=learning_rate)
+
+    def step(self) -> StepReport:
+        """One step: forward, backward, clip, AdamW, expert bias."""
+        number = self.chunk.steps_done
+        microbatches = self.data(number)
+        begin = time.perf_counter()
+        losses = train_step(self.chunk, microbatches)
+        torch.nn.utils.clip_grad_norm_(self.chunk.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        update_expert_bias(self.chunk)
+        seconds = time.perf_counter() - begin
+        tokens = sum(feeds["ids"].numel() for feeds in microbatches)
+        return StepReport(
+            step=number,
+            loss=self._mean_loss([item["loss"] for item in losses], tokens),
+            milliseconds=seconds * 1e3,
+            tokens_per_second=tokens / seconds,
+        )
+
+    def _mean_loss(self, losses: Sequence[torch.Tensor], tokens: int) -> float:
+        total = torch.stack([loss.double() for loss in losses]).sum().item()
+        return total / (tokens if self.chunk.module.config.per_token_loss else len(losses))  # type: ignore[union-attr]

@@ -1,0 +1,137 @@
+"""Decoder: its program runs, trains every parameter, and depends on nothing global."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from overlap.ir import Program
+from overlap.model import Decoder, ModelConfig
+from overlap.model.head import IGNORED, token_loss
+from recompute.errors import ConfigError
+
+Run = Callable[[Program, dict[str, Tensor]], dict[str, Any]]
+MODELS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gqa": {"attention": "gqa", "score": "softmax"},
+    "tied": {"tied": True, "dense_layers": 1, "q_rank": 8},
+    "draws": {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 0.1},
+    "groups": {"experts": 8, "expert_groups": 4, "topk_groups": 2, "shared_width": 0},
+    "per_token": {"per_token_loss": True, "aux_coefficient": 0.0, "z_coefficient": 0.0},
+    "one_expert": {"experts": 1, "topk": 1},
+    "no_layers": {"layers": 0},
+    "no_layers_tied": {"layers": 0, "tied": True},
+}
+
+
+def total_loss(program: Program, values: dict[str, Any]) -> Tensor:
+    return torch.stack([values[loss.value] for loss in program.losses]).sum()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_parameter_gets_a_finite_gradient(name: str, dtype: str, run_program: Run, make_feeds: Any) -> None:
+    model = Decoder(ModelConfig(**{"layers": 2, "dtype": dtype, **MODELS[name]}))
+    program = model.program()
+    values = run_program(program, make_feeds())
+    loss = total_loss(program, values)
+    assert loss.isfinite()
+    assert values["loss"].dtype is (torch.float64 if dtype == "float64" else torch.float32)
+    loss.backward()
+    for parameter_name, parameter in model.named_parameters():
+        assert str(parameter.dtype) == f"torch.{dtype}"
+        assert parameter.grad is not None, parameter_name
+        assert parameter.grad.isfinite().all(), parameter_name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_runs_on_fake_tensors(name: str, run_program: Run, make_feeds: Any) -> None:
+    """Sizes never depend on data (R18)."""
+    with FakeTensorMode():
+        model = Decoder(ModelConfig(**{"layers": 2, "dtype": "bfloat16", **MODELS[name]}))
+        program = model.program()
+        feeds = {key: torch.zeros(2, 8, dtype=torch.int64) for key in ("ids", "labels")}
+        loss = total_loss(program, run_program(program, feeds))
+        loss.backward()
+        assert isinstance(loss, FakeTensor)
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+
+
+def test_a_step_of_descent_lowers_the_loss(run_program: Run, make_feeds: Any) -> None:
+    model = Decoder(ModelConfig(layers=2))
+    program, feeds = model.program(), make_feeds()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(10):
+        optimizer.zero_grad()
+        values = run_program(program, feeds)
+        total_loss(program, values).backward()
+        optimizer.step()
+        losses.append(values["loss"].item())
+    assert losses[-1] < losses[0] - 1
+
+
+def test_gradients_of_a_whole_model(run_program: Run, make_feeds: Any) -> None:
+    """Finite differences, float64; the choice of experts does not flip within their step."""
+    config = ModelConfig(layers=2, dense_layers=1, hidden=8, vocab=256, dtype="float64", kv_rank=4, expert_width=4)
+    model = Decoder(config)
+    program, feeds = model.program(), make_feeds(1, 4)
+
+    def loss(*parameters: Tensor) -> Tensor:
+        return total_loss(program, run_program(program, feeds))
+
+    assert torch.autograd.gradcheck(loss, tuple(model.parameters()), fast_mode=True)
+
+
+def test_weights_depend_on_the_seed_alone() -> None:
+    state = torch.get_rng_state()
+    first = Decoder(ModelConfig(layers=1), seed=5)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    again, other = Decoder(ModelConfig(layers=1), seed=5), Decoder(ModelConfig(layers=1), seed=6)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+    assert not torch.equal(first.embedding, other.embedding)
+    narrow = Decoder(ModelConfig(layers=1, dtype="bfloat16"), seed=5)
+    assert torch.equal(narrow.embedding, first.embedding.bfloat16())
+
+
+def test_undeclared_stages_leave_generators_and_buffers_alone(run_program: Run, make_feeds: Any) -> None:
+    model = Decoder(ModelConfig(layers=2))
+    program, feeds = model.program(), make_feeds()
+    state = torch.get_rng_state()
+    versions = [buffer._version for buffer in model.buffers()]
+    run_program(program, feeds)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [buffer._version for buffer in model.buffers()] == versions
+
+
+def test_cast_keeps_router_state_wide() -> None:
+    model = Decoder(ModelConfig(layers=1)).to(torch.bfloat16)
+    assert {buffer.dtype for buffer in model.buffers()} == {torch.float32, torch.int64}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_default_type_is_left_as_it_was() -> None:
+    Decoder(ModelConfig(layers=1, dtype="float64"))
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_sequence_longer_than_the_tables(run_program: Run, make_feeds: Any) -> None:
+    model = Decoder(ModelConfig(layers=1, max_seq=7))
+    with pytest.raises(ConfigError, match=r"max_seq=7: .*\(8\)"):
+        run_program(model.program(), make_feeds(1, 8))
+
+
+def test_token_loss() -> None:
+    logits = torch.randn(2, 3, 5)
+    labels = torch.tensor([[0, IGNORED, 2], [IGNORED, 4, 1]])
+    terms = [-logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(3) if labels[b, s] != IGNORED]
+    torch.testing.assert_close(token_loss(logits, labels, per_token=True), torch.stack(terms).sum())
+    torch.testing.assert_close(token_loss(logits, labels, per_token=False), torch.stack(terms).mean())
+    assert token_loss(logits, torch.full((2, 3), IGNORED), per_token=False) == 0
+    assert token_loss(logits.bfloat16(), labels, per_token=True).dtype is torch.float32
