@@ -105,12 +105,7 @@ class ProgramBuilder:
         Returns:
             Handles of `outputs` then `nondiff`.
         """
-        names = {short: self._name(short) for short in (*outputs, *nondiff)}
-        if len(names) < len(outputs) + len(nondiff):
-            raise ProgramError(f"stage {self._name(name)} names a written value twice: {(*outputs, *nondiff)}")
-        for short in (*pins, *(value for value, _ in effects)):
-            if short not in names:
-                raise ProgramError(f"stage {self._name(name)}: {short!r} is pinned or has an effect but is not written")
+        names = self._names(name, (*outputs, *nondiff), (*pins, *(value for value, _ in effects)))
         stage = Stage(
             layer=self._layer,
             name=name,
@@ -186,6 +181,18 @@ class ProgramBuilder:
                 parameters=parameters,
             ),
         )
+
+    def _names(self, stage: str, written: Sequence[str], used: Sequence[str]) -> dict[str, str]:
+        """Full names of what a stage writes; what it pins or has effects on must be among it."""
+        names = {short: self._name(short) for short in written}
+        if len(names) < len(written):
+            raise ProgramError(f"stage {self._name(stage)} names a written value twice: {written}")
+        for short in used:
+            if short not in names:
+                raise ProgramError(
+                    f"stage {self._name(stage)}: {short!r} is pinned or has an effect but is not written"
+                )
+        return names
 
     def _name(self, short: str) -> str:
         return short if self._layer is None else f"{self._layer}.{short}"

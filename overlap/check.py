@@ -7,6 +7,7 @@ generators are afterwards as before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
 
     Raises:
         ProgramError: A stage reads a trainable parameter, changes a buffer or draws random numbers without declaring
-            it, writes another number of values, or has an adjoint of wrong length or shape; a loss is no scalar.
+            it, writes other values than it declares, or has an adjoint of wrong length or shape; a loss is no scalar.
     """
     program = chunk.program
     values: dict[str, Any] = dict(feeds)
@@ -49,7 +50,8 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
                     buffer.data.copy_(saved[name])
             _check_parameters(stage, outputs, chunk.module)
             values.update(zip(stage.writes, outputs, strict=True))
-            _check_adjoint(stage, program, inputs, values)
+            _check_adjoint(stage, program, inputs, values, generators)
+            _check_draws(stage, generators, states)
             values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))
     finally:
         with torch.no_grad():
@@ -74,16 +76,34 @@ def _run(chunk: ModelChunk, stage: Stage, program: Program, inputs: Sequence[Any
         v if program.nondiff(name) else v.detach().requires_grad_() for name, v in zip(stage.reads, inputs, strict=True)
     ]
     keywords = {"pinned": None} if stage.pins else {}
-    with torch.enable_grad():
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        if stage.context is not None:
+            stack.enter_context(stage.context())
         if stage.draws_rng:
-            with seeded(stage_seed(chunk.seed, -1, 0, stage.layer, stage.name), default_generators(chunk.device)):
-                result = stage.forward(*leaves, **keywords)
-        else:
-            result = stage.forward(*leaves, **keywords)
+            seed = stage_seed(chunk.seed, -1, 0, stage.layer, stage.name)
+            stack.enter_context(seeded(seed, default_generators(chunk.device)))
+        result = stage.forward(*leaves, **keywords)
     outputs = result if len(stage.writes) != 1 else (result,)
+    # A tensor has a length too, and could be taken apart by mistake.
+    if type(outputs) not in {tuple, list}:
+        raise ProgramError(f"stage {stage.label} returns one {type(outputs).__name__}, but writes {len(stage.writes)}")
     if len(outputs) != len(stage.writes):
         raise ProgramError(f"stage {stage.label} returns {len(outputs)} values, but writes {len(stage.writes)}")
+    for name, output in zip(stage.writes, outputs, strict=True):
+        _check_kind(stage, name, output)
     return tuple(outputs)
+
+
+def _check_kind(stage: Stage, name: str, output: Any) -> None:
+    """A value with gradient is a tensor that can have one; a value without must not drag a graph along."""
+    if name in stage.nondiff:
+        if torch.is_tensor(output) and output.requires_grad:
+            raise ProgramError(f"stage {stage.label} writes {name!r} as a value without gradient: detach it")
+        return
+    what = str(output.dtype) if torch.is_tensor(output) else type(output).__name__
+    if not torch.is_tensor(output) or not (output.is_floating_point() or output.is_complex()):
+        raise ProgramError(f"stage {stage.label} writes {name!r}, of type {what}, with a gradient: put it in nondiff=")
 
 
 def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
@@ -121,7 +141,13 @@ def _leaves(output: Tensor) -> Iterator[Tensor]:
         todo += [following for following, _ in node.next_functions]
 
 
-def _check_adjoint(stage: Stage, program: Program, inputs: Sequence[Any], values: dict[str, Any]) -> None:
+def _check_adjoint(
+    stage: Stage,
+    program: Program,
+    inputs: Sequence[Any],
+    values: dict[str, Any],
+    generators: Sequence[torch.Generator],
+) -> None:
     if stage.adjoint is None:
         return
     gradients = tuple(None if program.nondiff(name) else torch.zeros_like(values[name]) for name in stage.writes)
@@ -130,7 +156,7 @@ def _check_adjoint(stage: Stage, program: Program, inputs: Sequence[Any], values
         for name, v in zip(stage.reads, inputs, strict=True)
         if name in program.producers and name in program.producers[name].pins
     )
-    with torch.no_grad(), seeded(0, default_generators(torch.device("cpu"))):
+    with torch.no_grad(), seeded(0, generators if stage.draws_rng else ()):
         results = stage.adjoint(gradients, pinned)
     if len(results) != len(stage.reads):
         raise ProgramError(

@@ -6,8 +6,8 @@ Program.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -22,17 +22,10 @@ from recompute.errors import ConfigError
 
 
 class HasProgram(Protocol):
-    """A module that can be scheduled."""
+    """What a module must have beside being an nn.Module."""
 
     def program(self) -> Program:
         """The module's stages, bound to this very module."""
-
-
-class ScheduledModule(HasProgram, Protocol):
-    """What ModelChunk takes: an nn.Module with a `program()`."""
-
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """As nn.Module has it."""
 
 
 class ModelChunk(nn.Module):
@@ -48,7 +41,7 @@ class ModelChunk(nn.Module):
         lanes: Where issues run.
 
     Raises:
-        ConfigError: float16 parameters.
+        ConfigError: float16 parameters; `recompute` is no config.
         ScheduleError: The order does not fit the program.
     """
 
@@ -67,6 +60,10 @@ class ModelChunk(nn.Module):
         if any(p.dtype is torch.float16 for p in module.parameters()):
             rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
             raise ConfigError(field="dtype", value=torch.float16, rule=rule)
+        configs = (recompute,) if isinstance(recompute, RecomputeConfig) else tuple(recompute)
+        if not all(isinstance(config, RecomputeConfig) for config in configs):
+            rule = "must be a RecomputeConfig, or one per microbatch"
+            raise ConfigError(field="recompute", value=recompute, rule=rule)
         self.module = module
         self.recompute = recompute if isinstance(recompute, RecomputeConfig) else tuple(recompute)
         self.order = order if isinstance(order, Order) else get_order(order)
@@ -80,7 +77,7 @@ class ModelChunk(nn.Module):
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
-        self.program: Program = self.module.program()  # type: ignore[operator]  # ScheduledModule
+        self.program: Program = cast(HasProgram, self.module).program()
         self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad)
         self.checked = False
         """Whether the program ran through check_stages once."""
@@ -116,5 +113,5 @@ class ModelChunk(nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "checked"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()

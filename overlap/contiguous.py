@@ -15,7 +15,7 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Effect, Program, Stage
-from overlap.reference import detached, forward_stage, start_backward
+from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.checkpoint import LayerResult, checkpoint_layers
 from recompute.config import RecomputeConfig
@@ -73,7 +73,7 @@ def _run_stage(
 ) -> None:
     """Run one stage on aliases of its reads and add what it writes to `values`."""
     program = chunk.program
-    inputs = [v if program.nondiff(n) else v.view_as(v) for n, v in ((name, values[name]) for name in stage.reads)]
+    inputs = [v if program.nondiff(n) else border(v) for n, v in ((name, values[name]) for name in stage.reads)]
     values.update(zip(stage.writes, forward_stage(chunk, stage, owner.number, inputs, precision, pinned), strict=True))
 
 

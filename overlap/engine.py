@@ -203,7 +203,8 @@ class Engine:
             results = self._by_tape(issue, owner, gradients)
         for piece, gradient in zip(issue.gives, results, strict=True):
             if piece is not None and gradient is not None:
-                owner.grads[piece] = gradient
+                # The layout is part of the number: a matrix product may round differently for another stride.
+                owner.grads[piece] = gradient.contiguous()
 
     def _gradient(
         self, seed: float | None, pieces: Sequence[Piece], value: str, owner: MicrobatchState

@@ -92,8 +92,8 @@ def _check_names(order: Order, programs: Sequence[Program]) -> None:
         missing = sorted(names - order.named(op)) if not order.has_rest(op) else []
         if missing:
             raise ScheduleError(
-                f"order {order.name} has no step {op.value}.{missing[0]}, which stage {stages[missing[0]].label} needs; "
-                "use order plain, or an order that names it"
+                f"order {order.name} has no step {op.value}.{missing[0]}, which stage {stages[missing[0]].label} "
+                "needs; use order plain, or an order that names it"
             )
 
 

@@ -143,7 +143,7 @@ class Stage:
     """Writes kept from the first pass and handed to the replay (R7)."""
     effects: tuple[Effect, ...] = ()
     state: tuple[Any, ...] = ()
-    """Buffers that `forward` changes in place (running statistics, scales); a replay sees them as the first pass did."""
+    """Buffers that `forward` changes in place (running statistics, scales); a replay sees what the first pass saw."""
     draws_rng: bool = False
     parameters: tuple[Trainable, ...] = ()
     context: Callable[[], AbstractContextManager[object]] | None = None

@@ -7,10 +7,10 @@ implied ones left out, cross-lane uses (R14), last uses (R2).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
-from overlap.ir import Lane, Op, Program, Schedule, Slot, Stage, StageKey
+from overlap.ir import WEIGHTS, Lane, Op, Program, Schedule, Slot, Stage, StageKey
 from overlap.side import Side, Sides, stages_of
 
 Key = tuple[str, int]
@@ -52,7 +52,8 @@ class Issue:
     pieces: tuple[tuple[Piece, ...], ...] = ()
     """B: per write, the pieces to add, in the one order (reverse program order)."""
     gives: tuple[Piece | None, ...] = ()
-    """B, W: per read, the piece that its gradient becomes; None where no gradient is wanted."""
+    """B: per read, the piece that its gradient becomes; None where no gradient is wanted. W: the same for shared
+    parameters, the piece that it adds to."""
     delays: bool = False
     """B: the weight gradients wait for a W slot."""
     waits: tuple[Event, ...] = ()
@@ -135,7 +136,10 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
     place = program.position[stage.key]
     gives = tuple((value, place) if side.needs_grad(value) else None for value in stage.reads)
     if slot.op is not Op.BACKWARD:
-        return replace(bare, gives=gives)
+        # The shares of a shared parameter; a parameter of the stage's own goes to `.grad`.
+        shared = [program.producers.get(value) for value in stage.reads]
+        ours = (g if s is not None and s.key == (None, WEIGHTS) else None for g, s in zip(gives, shared, strict=True))
+        return replace(bare, gives=tuple(ours))
     weights = {loss.value: loss.weight for loss in program.losses}
     return replace(
         bare,
@@ -266,7 +270,7 @@ def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, froze
         side = sides[microbatch]
         # Latest first: waiting for it may imply the earlier ones. -1: ended in an earlier plan.
         needs = sorted(
-            ((at.get((microbatch, event), -1), lane, event) for event, lane in _dependencies(issue, side)),
+            ((at.get((microbatch, event), -1), lane, event) for event, lane in _dependencies(issue, side, at)),
             key=lambda need: -need[0],
         )
         waits: list[Event] = []
@@ -296,8 +300,8 @@ def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, froze
     ]
 
 
-def _dependencies(issue: Issue, side: Side) -> list[tuple[Event, Lane]]:
-    """Slots that an issue's data comes from, with their lanes."""
+def _dependencies(issue: Issue, side: Side, at: Container[_Past]) -> list[tuple[Event, Lane]]:
+    """Slots that an issue's data comes from, with their lanes; `at` tells which of this plan were issued before."""
     program, op = side.program, issue.slot.op
     found: dict[Event, Lane] = {}
     for value, generation in (*issue.reads, *issue.pinned):
@@ -309,6 +313,9 @@ def _dependencies(issue: Issue, side: Side) -> list[tuple[Event, Lane]]:
             for _, place in pieces:
                 reader = program.stages[place]
                 found[Op.BACKWARD, reader.key] = reader.lane
+                delayed = (Op.WGRAD, reader.key)
+                if issue.stage.key == (None, WEIGHTS) and (issue.slot.microbatch, delayed) in at:
+                    found[delayed] = reader.lane
     return list(found.items())
 
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
@@ -43,11 +44,35 @@ def _microbatch(chunk: ModelChunk, owner: MicrobatchState, precision: Precision 
     values: dict[str, Any] = {name: value for (name, _), value in owner.values.items()}
     for stage in program.stages:
         # Each stage reads aliases, so that its own uses of a value are summed before other stages' (R3).
-        inputs = [v if program.nondiff(name) else v.view_as(v) for name, v in ((n, values[n]) for n in stage.reads)]
+        inputs = [v if program.nondiff(name) else border(v) for name, v in ((n, values[n]) for n in stage.reads)]
         result = forward_stage(chunk, stage, owner.number, inputs, precision, None)
         values.update(zip(stage.writes, result, strict=True))
         owner.effects += [(effect, detached(values[effect.value])) for effect in stage.effects]
     start_backward(program, owner, values)
+
+
+class _Border(torch.autograd.Function):
+    """An alias of a value, as a stage reads it.
+
+    Its backward hands on a contiguous gradient, as the gradient table does: a matrix product may round differently
+    for another stride.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        """The same storage."""
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        """The same gradient, contiguous."""
+        return gradients[0].contiguous()
+
+
+def border(value: Tensor) -> Tensor:
+    """The alias of `value` that one stage reads: its uses there are summed before they join other stages' (R3)."""
+    alias: Tensor = _Border.apply(value)  # type: ignore[no-untyped-call]  # torch's
+    return alias
 
 
 def start_backward(program: Program, owner: MicrobatchState, values: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`.
+        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, float16 autocast.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_feeds(chunk.program, microbatches)
@@ -61,6 +61,7 @@ def train_step(
         raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
+    check_precision(chunk.device)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
     if not chunk.checked:
@@ -70,9 +71,10 @@ def train_step(
     with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program):
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
-        for owner in states:
-            leftovers = owner.leftovers()
-            assert not leftovers, leftovers
+    for owner, feeds in zip(states, microbatches, strict=True):
+        _return_gradients(chunk.program, owner, feeds)
+        if leftovers := owner.leftovers():
+            raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
     apply_effects(chunk.program, states)
     chunk.steps_done += 1
     return [owner.outputs for owner in states]
@@ -137,6 +139,30 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
         if set(feeds) != wanted:
             rule = f"must feed exactly {sorted(wanted)}"
             raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+
+
+def check_precision(device: torch.device) -> None:
+    """Refuse to train under float16 autocast (float16 parameters are refused by ModelChunk).
+
+    Raises:
+        ConfigError: Names the dtype.
+    """
+    dtype = torch.get_autocast_dtype(device.type)
+    if torch.is_autocast_enabled(device.type) and dtype is torch.float16:
+        rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
+        raise ConfigError(field="autocast dtype", value=dtype, rule=rule)
+
+
+def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) -> None:
+    """Hand the gradients of fed values to whoever made them, readers summed in reverse program order (R3)."""
+    for source in program.inputs:
+        total = None
+        for reader in reversed(program.readers[source.name]):
+            gradient = owner.grads.pop((source.name, program.position[reader.key]), None)
+            if gradient is not None:
+                total = gradient if total is None else total + gradient
+        if total is not None and feeds[source.name].requires_grad:
+            torch.autograd.backward((feeds[source.name],), (total,))
 
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:

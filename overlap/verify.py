@@ -1,4 +1,4 @@
-"""verify: is the overlapped step the reference step, bit for bit?
+"""verify: compare the overlapped step with the reference step, bit for bit.
 
 Runs both on copies of one model and compares, after every step and before the optimizer, what a training run can
 see: losses, every gradient, every buffer, the state of the random generators.
@@ -115,7 +115,7 @@ def verify(
     """
     sides = (copy.deepcopy(chunk), copy.deepcopy(chunk))
     optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3) for side in sides]
-    counter = SegmentCounter(chunk)
+    peak = 0
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
     gradients, buffers = nothing, nothing
@@ -124,7 +124,9 @@ def verify(
         expected = reference(sides[0], microbatches)
         after = torch.get_rng_state()
         torch.set_rng_state(before)
+        counter = SegmentCounter(chunk, len(microbatches))
         found = train_step(sides[1], microbatches, observers=(counter,), engine_type=engine_type)
+        peak = max(peak, counter.peak)
         rng_equal &= torch.equal(torch.get_rng_state(), after)
         loss_equal &= all(not compare(a, b).different for a, b in zip(expected, found, strict=True))
         gradients = gradients.merged(compare(_gradients(sides[0]), _gradients(sides[1])))
@@ -138,7 +140,7 @@ def verify(
         gradients=gradients,
         buffers=buffers,
         rng_equal=rng_equal,
-        max_live_segments=counter.peak,
+        max_live_segments=peak,
     )
 
 

@@ -114,7 +114,7 @@ def checkpoint_layers(
         else:
             # A leaf that needs a gradient keeps the segment in the graph even when its input does not (R6).
             anchor = torch.empty(0, device=hidden.device, requires_grad=True)
-            hidden, *found = _Segment.apply(anchor, hidden, numbered, draws)
+            hidden, *found = _Segment.apply(anchor, hidden, numbered, draws)  # type: ignore[no-untyped-call]  # torch's
         losses += found
         index += size
     return hidden, losses

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overlap.cli.build import build_chunk
 from overlap.cli.options import Options, add_shared_options, describe, read_options
-from overlap.cli.report import messages, print_json
+from overlap.cli.report import console, messages, print_json
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
 from overlap.training.text import VOCAB, ByteText, default_text
 from overlap.training.trainer import StepReport, Trainer
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     if options.json:
         print_json(payload)
     else:
-        messages.print(
+        console.print(
             f"loss {reports[0].loss:.4f} -> {reports[-1].loss:.4f} in {len(reports)} steps, "
             f"median {payload['tokens_per_second']:,.0f} tokens/s"
         )
@@ -75,7 +75,8 @@ def make_trainer(options: Options, paths: list[str] | None, learning_rate: float
     options = replace(options, model=replace(options.model, vocab=VOCAB))
     text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
     data = partial(_data, text, options)
-    return Trainer(build_chunk(options), data, learning_rate=learning_rate)
+    per_token = options.model.per_token_loss
+    return Trainer(build_chunk(options), data, learning_rate=learning_rate, per_token=per_token)
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:

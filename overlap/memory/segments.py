@@ -4,40 +4,34 @@ from __future__ import annotations
 
 from overlap.chunk import ModelChunk
 from overlap.engine import MicrobatchState
-from overlap.ir import Op
 from overlap.lower import Issue
-from overlap.plan import segments_of
-from recompute.config import RecomputeConfig
 
 
 class SegmentCounter:
-    """Observer of a step; `peak` is the most segments that had a replayed graph at once."""
+    """Observer of one step.
 
-    def __init__(self, chunk: ModelChunk) -> None:
+    Args:
+        chunk: Its configs say which layer of which microbatch is in which segment.
+        num_microbatches: Of the step.
+
+    Attributes:
+        peak: Most segments whose graphs were alive at once, over all microbatches; 0 if nothing is recomputed.
+    """
+
+    def __init__(self, chunk: ModelChunk, num_microbatches: int) -> None:
+        trained = chunk.program.trained()
+        configs = chunk.configs(num_microbatches)
+        self._segment_of = [chunk.planner.side(config, trained).segment_of for config in configs]
+        self._live: dict[int, int] = {}
         self.peak = 0
-        self._live: dict[tuple[int, int], set[tuple[int | None, str]]] = {}
-        configs = [chunk.recompute] if isinstance(chunk.recompute, RecomputeConfig) else chunk.recompute
-        self._segment_of = [
-            {layer: index for index, segment in enumerate(segments_of(chunk.program, config)) for layer in segment.layers}
-            for config in configs
-        ]
 
     def before(self, issue: Issue, owner: MicrobatchState) -> None:
-        """Nothing changes before an issue runs."""
+        """Nothing to see before a slot."""
 
     def after(self, issue: Issue, owner: MicrobatchState) -> None:
-        """Count the graphs that a replay made and a backward used up."""
-        layer = issue.stage.layer
-        if layer is None or issue.slot.op not in (Op.REPLAY, Op.BACKWARD):
-            return
-        segment = self._segment_of[owner.number % len(self._segment_of)].get(layer)
-        if segment is None:
-            return
-        graphs = self._live.setdefault((owner.number, segment), set())
-        if issue.slot.op is Op.REPLAY and issue.records:
-            graphs.add(issue.stage.key)
-        elif issue.slot.op is Op.BACKWARD:
-            graphs.discard(issue.stage.key)
-        if not graphs:
-            del self._live[owner.number, segment]
-        self.peak = max(self.peak, len(self._live))
+        """Count the segments of this microbatch's graphs; those of the others did not change."""
+        segment_of = self._segment_of[owner.number]
+        self._live[owner.number] = len(
+            {segment_of[layer] for layer, _ in owner.tapes if layer is not None and layer in segment_of}
+        )
+        self.peak = max(self.peak, sum(self._live.values()))

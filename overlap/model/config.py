@@ -116,6 +116,7 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         _check_types(self)
+        _check_unused(self)
         _check_relations(self)
 
 
@@ -164,6 +165,20 @@ def _member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
     if value not in [str(member) for member in kind]:
         raise ConfigError(field=name, value=value, rule="must be one of " + ", ".join(kind))
     return kind(value)
+
+
+_OTHER_KIND = {
+    Attention.MLA: ("kv_heads", "head_dim"),
+    Attention.GQA: ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"),
+}
+"""Fields that only the other kind of attention reads."""
+
+
+def _check_unused(config: ModelConfig) -> None:
+    for name in _OTHER_KIND[config.attention]:
+        if getattr(config, name) != ModelConfig.__dataclass_fields__[name].default:
+            rule = f"has no effect with attention {config.attention}: leave it at its default"
+            raise ConfigError(field=name, value=getattr(config, name), rule=rule)
 
 
 def _check_relations(config: ModelConfig) -> None:

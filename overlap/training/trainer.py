@@ -32,13 +32,20 @@ class Trainer:
         chunk: The model.
         data: `data(step)` gives that step's microbatches.
         learning_rate: Of AdamW.
+        per_token: Whether a microbatch's loss is a sum over its tokens.
     """
 
     def __init__(
-        self, chunk: ModelChunk, data: Callable[[int], Sequence[Feeds]], *, learning_rate: float = 3e-3
+        self,
+        chunk: ModelChunk,
+        data: Callable[[int], Sequence[Feeds]],
+        *,
+        learning_rate: float = 3e-3,
+        per_token: bool = False,
     ) -> None:
         self.chunk = chunk
         self.data = data
+        self.per_token = per_token
         self.optimizer = torch.optim.AdamW(chunk.parameters(), lr=learning_rate)
 
     def step(self) -> StepReport:
@@ -61,5 +68,5 @@ class Trainer:
         )
 
     def _mean_loss(self, losses: Sequence[torch.Tensor], tokens: int) -> float:
-        total = torch.stack([loss.double() for loss in losses]).sum().item()
-        return total / (tokens if self.chunk.module.config.per_token_loss else len(losses))  # type: ignore[union-attr]
+        total = float(torch.stack([loss.double() for loss in losses]).sum())
+        return total / (tokens if self.per_token else len(losses))

@@ -1,0 +1,103 @@
+"""Kinds of memory and their sums: the vocabulary that measurement and prediction share. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overlap.ir import Op
+
+
+class Bin(StrEnum):
+    """What a live storage is there for. A storage belongs to the first kind that applies."""
+
+    SEGMENT_INPUTS = "segment_inputs"
+    """Holds a value that the replay of a segment will read, written by the first pass (R2)."""
+    PINNED_ROUTING = "pinned_routing"
+    """Holds a value that the first pass pinned for the replay or for an adjoint (R7)."""
+    PENDING_WGRAD = "pending_wgrad"
+    """Held by a weight gradient that waits for its W slot (R13)."""
+    LIVE_SEGMENT = "live_segment"
+    """Born in a replay: values and graphs of the segment whose backward is next."""
+    RNG_STATES = "rng_states"
+    """Generator states kept for a replay; always 0, since draws come from derived seeds (R4)."""
+    REST = "rest"
+    """Graphs of layers that are not recomputed, temporaries of the first pass, gradients, losses, snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One allocation."""
+
+    nbytes: int
+    born: Op
+    """Operation of the slot that allocated it; `Op.CALL` outside any slot."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """Live bytes at the end of one slot, before its frees."""
+
+    slot: str
+    """The slot, with the microbatch's number within the step."""
+    bytes: Mapping[Bin, int]
+
+    @property
+    def total(self) -> int:
+        """Live bytes of all kinds."""
+        return sum(self.bytes.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Live bytes over one training step. Feeds, parameters, buffers and `.grad` are not counted."""
+
+    curve: tuple[Border, ...]
+    """Every slot border, in issue order."""
+
+    @property
+    def peaks(self) -> dict[Bin, int]:
+        """Highest bytes of each kind; the kinds may peak at different slots."""
+        return {kind: max((border.bytes[kind] for border in self.curve), default=0) for kind in Bin}
+
+    @property
+    def total(self) -> int:
+        """Highest bytes of all kinds together; at most the sum of `peaks`."""
+        return max((border.total for border in self.curve), default=0)
+
+    def as_json(self) -> dict[str, int]:
+        """`peaks` by name, and `total`."""
+        return {**{kind.value: nbytes for kind, nbytes in self.peaks.items()}, "total": self.total}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claims:
+    """Ids of the storages that a microbatch holds for a named purpose."""
+
+    segment_inputs: Collection[int]
+    pinned: Collection[int]
+    pending: Collection[int]
+
+
+def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
+    """Bytes of each kind.
+
+    Args:
+        live: Every live storage, by id.
+        claims: What the microbatches hold; ids that are not live (feeds, parameters) do not count.
+    """
+    held = list(claims)
+    groups: Sequence[tuple[Bin, Iterable[Collection[int]]]] = (
+        (Bin.REST, (live,)),
+        (Bin.LIVE_SEGMENT, ({key for key, storage in live.items() if storage.born is Op.REPLAY},)),
+        (Bin.PENDING_WGRAD, (claim.pending for claim in held)),
+        (Bin.PINNED_ROUTING, (claim.pinned for claim in held)),
+        (Bin.SEGMENT_INPUTS, (claim.segment_inputs for claim in held)),
+    )
+    # Written weakest first, so that the strongest claim stays.
+    kinds = {key: kind for kind, sets in groups for keys in sets for key in keys}
+    totals = dict.fromkeys(Bin, 0)
+    for key, storage in live.items():
+        totals[kinds[key]] += storage.nbytes
+    return totals

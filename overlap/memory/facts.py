@@ -1,0 +1,101 @@
+"""Storage facts of one stage: what each kind of slot allocates, aliases and holds. Data only; never imports torch.
+
+A storage is named relative to the slot (`Ref`), so facts hold in every schedule that contains such a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overlap.ir import StageKey
+from overlap.lower import Issue, Op
+
+
+class Source(StrEnum):
+    """Where a storage comes from, as one stage sees it."""
+
+    OUTSIDE = "outside"
+    """A parameter or a buffer: not counted."""
+    READ = "read"
+    """Tensor `part` of the `place`-th value among `Issue.reads`."""
+    PINNED = "pinned"
+    """Tensor `part` of the `place`-th value among `Issue.pinned`."""
+    PIECE = "piece"
+    """The gradient piece in the `place`-th place: of the flattened `Issue.pieces` in B, of `Issue.gives` in W."""
+    FORWARD = "forward"
+    """The `place`-th storage born in the stage's forward."""
+    BACKWARD = "backward"
+    """The `place`-th storage born in its backward."""
+    WGRAD = "wgrad"
+    """The `place`-th storage born in its delayed weight gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A storage as one stage sees it."""
+
+    source: Source
+    place: int = 0
+    part: int = 0
+
+
+Refs = tuple[Ref, ...]
+"""One per tensor of a value, in the order of `tensors_of`; for a holder, the set of what it holds."""
+OUTSIDE_REF = Ref(Source.OUTSIDE)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the facts of a slot depend on."""
+
+    key: StageKey
+    source: Source
+    """FORWARD, BACKWARD or WGRAD."""
+    graph: bool
+    """FORWARD: whether a graph is kept. Else: whether the backward runs through one (and not by adjoint)."""
+    pinned: bool
+    """Whether the forward (for B and W: the one that made the graph) received pinned values."""
+    delayed: bool = False
+    """BACKWARD: whether weight gradients are put off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one slot leaves behind. Sizes in bytes."""
+
+    born: tuple[int, ...]
+    """Storages born here that outlive the slot."""
+    writes: tuple[Refs, ...] = ()
+    """FORWARD: per write."""
+    tape: frozenset[Ref] = frozenset()
+    """FORWARD with graph: what the tape holds."""
+    gives: tuple[Refs | None, ...] = ()
+    """BACKWARD, WGRAD: per read of the stage, the gradient piece that the table then has; None: no piece."""
+    pending: frozenset[Ref] = frozenset()
+    """BACKWARD with delayed weight gradients: the tensors that they wait with."""
+    hidden: frozenset[Ref] = frozenset()
+    """The same: what only their code holds (a tensor in a closure)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Storage facts of a whole program, for microbatches of one shape."""
+
+    facts: Mapping[Kind, Facts]
+    feeds: Mapping[str, int]
+    """Tensors in each feed."""
+    snapshots: Mapping[StageKey, tuple[int, ...]]
+    """Bytes of the copies of each stage's in-place state."""
+
+
+def forward_kind(issue: Issue) -> Kind:
+    """The kind of an F, N or R slot."""
+    return Kind(issue.stage.key, Source.FORWARD, issue.records, bool(issue.pinned))
+
+
+def backward_kind(issue: Issue, made: Kind) -> Kind:
+    """The kind of a B or W slot whose graph (if any) a forward of kind `made` recorded."""
+    source = Source.WGRAD if issue.slot.op is Op.WGRAD else Source.BACKWARD
+    return Kind(issue.stage.key, source, made.graph, made.pinned, issue.delays)

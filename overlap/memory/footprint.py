@@ -1,0 +1,135 @@
+"""take_footprint: one dry run of a program on fake tensors, slot by slot, each in a state of its own.
+
+The engine itself runs every slot, on inputs that are copies with storages of their own; what lives afterwards, and
+what dies when the tables are dropped one after the other, says who holds what. No data is computed (R18).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Engine, Feeds
+from overlap.ir import Op, Program, Stage
+from overlap.lanes import NullLanes
+from overlap.lower import Issue, lower
+from overlap.memory.dry import DrySlots, Layout
+from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.tracker import StorageTracker, tensors_of
+from overlap.orders import get_order
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
+from overlap.side import Side
+from recompute import state
+from recompute.config import RecomputeConfig
+from recompute.precision import capture_precision, no_autocast
+
+_FULL_SIZE_REDUCTIONS = frozenset(
+    {
+        torch.ops.aten.mse_loss.default,
+        torch.ops.aten.smooth_l1_loss.default,
+        torch.ops.aten.soft_margin_loss.default,
+        torch.ops.aten.binary_cross_entropy.default,
+    }
+)
+"""Losses whose CPU kernel reduces within a buffer of the input's size and returns that; fake kernels do not know."""
+
+
+class FakeTracker(StorageTracker):
+    """Gives fake results the size that the real kernel would allocate."""
+
+    def size_of(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], storage: torch.UntypedStorage
+    ) -> int:
+        """Bytes of a storage that `func` returned."""
+        if func in _FULL_SIZE_REDUCTIONS and args[0].device.type == "cpu":
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            return max(storage.nbytes(), shape.numel() * args[0].element_size())
+        return storage.nbytes()
+
+
+@contextmanager
+def fake_chunk(build: Callable[[], ModelChunk]) -> Iterator[ModelChunk]:
+    """A chunk whose tensors have no data, with zero gradients, and the fake mode that they live in.
+
+    Args:
+        build: Makes the chunk; must not look at the data of tensors.
+    """
+    with FakeTensorMode():
+        chunk = build()
+        zero_gradients(chunk)
+        yield chunk
+
+
+def zero_gradients(chunk: ModelChunk) -> None:
+    """Give every trainable parameter a zero `.grad`, so that backward adds in place and allocates none."""
+    for parameter in chunk.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (False, True)) -> Footprint:
+    """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
+
+    Args:
+        chunk: From `fake_chunk`, inside its context. Its configs and order do not matter.
+        feeds: One microbatch; only shapes and types are used.
+        delayed: With which settings of `delay_wgrad` backward is examined.
+
+    Raises:
+        ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
+            cannot be seen (anything but tensors, tuples, lists and dicts of them).
+    """
+    program = chunk.program
+    device = chunk.device.type
+    precision = capture_precision(device)
+    # No generators: fake tensors are not drawn, and the live ones stay as they are.
+    engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision)
+    facts: dict[Kind, Facts] = {}
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(device), FakeTracker() as tracker:
+        values = {name: Layout.of(value) for name, value in feeds.items()}
+        for delay in delayed:
+            dry = DrySlots(engine, tracker, dict(values), facts)
+            _run_slots(program, dry, delayed=delay)
+        snapshots = {stage.key: _snapshot(stage, tracker) for stage in program.stages if stage.state}
+    return Footprint(
+        facts=facts,
+        feeds={name: len(tensors_of(value)) for name, value in feeds.items()},
+        snapshots=snapshots,
+    )
+
+
+def _run_slots(program: Program, dry: DrySlots, *, delayed: bool) -> None:
+    """Every stage: forward without and with graph, first pass and replay; then backward of each graph."""
+    keep = Side(program, (), program.trained())
+    replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
+    replays = {issue.stage.key: issue for issue in _issues(None, replay, delayed) if issue.slot.op is Op.REPLAY}
+    for issue in _issues(keep, None, delayed):
+        dry.forward_without_graph(issue)
+    for issue in _issues(keep, None, delayed):
+        if issue.records:
+            dry.forward(issue)
+        if issue.stage.pins and issue.stage.key in replays:
+            dry.forward(replays[issue.stage.key])
+    backward = _issues(None, keep, delayed)
+    wgrads = {issue.stage.key: issue for issue in backward if issue.slot.op is Op.WGRAD}
+    for issue in backward:
+        if issue.slot.op is Op.BACKWARD:
+            dry.backward(issue, [wgrads[issue.stage.key]] if issue.delays else [])
+
+
+def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple[Issue, ...]:
+    schedule = make_schedule(get_order("plain"), forward, backward, delayed=delayed, elide=False)
+    sides = {number: side for number, side in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)) if side is not None}
+    return lower(schedule, sides, {}).issues
+
+
+def _snapshot(stage: Stage, tracker: StorageTracker) -> tuple[int, ...]:
+    copies = state.take(stage.state)
+    return tuple(tracker.live[key].nbytes for key in tracker.ids_of(copies))
+
+

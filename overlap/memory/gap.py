@@ -1,0 +1,37 @@
+"""Gap: which values each microbatch of a step keeps between its forward and its backward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from overlap.chunk import ModelChunk
+from overlap.lower import Issue, Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gap:
+    """What one microbatch keeps of its first pass for its backward, beside graphs (R2)."""
+
+    segment_inputs: frozenset[Key]
+    pinned: frozenset[Key]
+
+
+def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
+    """The gap of each microbatch of a step, from its own recompute config.
+
+    Raises:
+        ConfigError: The chunk has a list of configs of another length.
+    """
+    trained = chunk.program.trained()
+    producers = chunk.program.producers
+    gaps = []
+    for config in chunk.configs(num_microbatches):
+        keys = chunk.planner.survivors(config, trained)
+        pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
+        gaps.append(Gap(segment_inputs=keys - pinned, pinned=pinned))
+    return tuple(gaps)
+
+
+def slot_text(issue: Issue, number: int) -> str:
+    """The issue's slot with the microbatch's number within the step in place of the plan's side."""
+    return str(replace(issue.slot, microbatch=number))

@@ -1,0 +1,99 @@
+"""StorageTracker: every tensor storage born while it is active, and when it dies. Works on real and on fake tensors.
+
+Counts storages, not tensors: aliases are free, and a view keeps all of its base alive. What a kernel allocates and
+frees within itself is invisible.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from overlap.engine import MicrobatchState
+from overlap.ir import Op
+from overlap.memory.bins import Storage
+
+OUTSIDE = -1
+"""Id of a storage that was not born under the tracker: feeds, parameters, buffers."""
+
+
+def tensors_of(value: object) -> list[Tensor]:
+    """The tensors in a value, in a fixed order: of a tensor, and of tuples, lists and dicts of such (nested)."""
+    return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+
+
+def pending_tensors(owner: MicrobatchState) -> list[Tensor]:
+    """What a microbatch's pending weight gradients wait with: weights, and the tensors they are computed from."""
+    items = [item for collector, _ in owner.pending.values() for item in collector.pending]
+    leaves = [leaf for _, values in owner.pending.values() for leaf, _ in values]
+    return tensors_of([leaves, [(item.weight, item.tensors) for item in items]])
+
+
+class StorageTracker(TorchDispatchMode):
+    """Use as a context; ids are never used twice.
+
+    Attributes:
+        live: Every live storage, by id.
+        current: Operation of the running slot, written into births; `Op.CALL` between slots.
+        slot_peak: Bytes; highest live sum reached inside a slot, its temporaries included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live: dict[int, Storage] = {}
+        self.current = Op.CALL
+        self.slot_peak = 0
+        self._bytes = 0
+        self._ids: dict[int, int] = {}
+        self._next = 0
+
+    def ids_of(self, value: object) -> list[int]:
+        """Storage ids of the tensors in a value, one per tensor; OUTSIDE where the storage is not tracked."""
+        return [self._ids.get(tensor.untyped_storage()._cdata, OUTSIDE) for tensor in tensors_of(value)]
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one operator and note the storages that it allocated."""
+        keywords = kwargs or {}
+        inputs = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, keywords))}
+        result = func(*args, **keywords)
+        for tensor in tensors_of(result):
+            storage = tensor.untyped_storage()
+            # A storage that the operator was given and nobody saw before is a feed's or a parameter's.
+            if storage._cdata in self._ids or storage._cdata not in inputs:
+                self._note(storage, self.size_of(func, args, keywords, storage))
+        return result
+
+    def size_of(
+        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], storage: torch.UntypedStorage
+    ) -> int:
+        """Bytes of a storage that `func` returned."""
+        return storage.nbytes()
+
+    def _note(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        address = storage._cdata
+        if address not in self._ids:
+            self._ids[address] = self._next
+            self._set(self._next, Storage(nbytes, self.current))
+            weakref.finalize(storage, self._forget, address, self._next).atexit = False
+            self._next += 1
+        elif nbytes > self.live[self._ids[address]].nbytes:
+            # An `out=` operator may enlarge the storage of an empty tensor.
+            self._set(self._ids[address], Storage(nbytes, self.live[self._ids[address]].born))
+
+    def _set(self, key: int, storage: Storage) -> None:
+        self._bytes += storage.nbytes - (self.live[key].nbytes if key in self.live else 0)
+        self.live[key] = storage
+        if self.current is not Op.CALL:
+            self.slot_peak = max(self.slot_peak, self._bytes)
+
+    def _forget(self, address: int, key: int) -> None:
+        del self._ids[address]
+        self._bytes -= self.live.pop(key).nbytes
