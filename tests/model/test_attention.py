@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap.model import ModelConfig, init_weights
+from overlap.model import DType, ModelConfig, init_weights
 from overlap.model.attention import ATTENTIONS, GroupedQueryAttention, LatentAttention
 from overlap.model.precision import default_dtype
 from overlap.model.rope import Rotary
 
-SHAPE: dict[str, Any] = {
-    "hidden": 12, "heads": 4, "kv_heads": 2, "kv_rank": 6, "nope_dim": 3, "rope_dim": 4, "value_dim": 5,
-    "head_dim": 4, "dtype": "float64",
-}  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "mla": {"kv_rank": 6, "nope_dim": 3, "rope_dim": 4, "value_dim": 5},
+    "gqa": {"kv_heads": 2, "head_dim": 4},
+}
 KINDS = [{"attention": "mla"}, {"attention": "mla", "q_rank": 5}, {"attention": "gqa"}]
 
 
 def make(**settings: Any) -> Any:
-    config = ModelConfig(**SHAPE, **settings)
+    shape = SHAPES[settings["attention"]]
+    config = ModelConfig(hidden=12, heads=4, dtype=DType.FLOAT64, **shape, **settings)
     with default_dtype(torch.float64):
         module = ATTENTIONS[config.attention](config, Rotary(config))
     init_weights(module, 0)
@@ -116,7 +117,7 @@ def test_dropout_only_in_training() -> None:
 
 
 def test_rotary_depends_on_distance_only() -> None:
-    rotary = Rotary(ModelConfig(**SHAPE))
+    rotary = Rotary(ModelConfig(hidden=12, heads=4, dtype=DType.FLOAT64, **SHAPES["mla"]))
     query, key = torch.randn(2, 4, dtype=torch.float64)
     dots = rotary(query.expand(10, 4)) @ rotary(key.expand(10, 4)).T
     torch.testing.assert_close(dots[3, 1], dots[9, 7])

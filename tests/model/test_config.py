@@ -84,10 +84,12 @@ def test_text_becomes_the_named_member() -> None:
         ("topk", {"topk": 3, "experts": 8, "expert_groups": 4, "topk_groups": 1}),
         ("expert_groups", {"experts": 4, "expert_groups": 3}),
         ("topk_groups", {"expert_groups": 2, "topk_groups": 3}),
-        ("kv_heads", {"heads": 4, "kv_heads": 3}),
+        ("kv_heads", {"heads": 4, "kv_heads": 3, "attention": "gqa"}),
         ("dense_layers", {"layers": 1, "dense_layers": 2}),
         ("rope_dim", {"rope_dim": 7}),
-        ("head_dim", {"head_dim": 7}),
+        ("head_dim", {"head_dim": 7, "attention": "gqa"}),
+        ("head_dim", {"head_dim": 8}),
+        ("kv_rank", {"kv_rank": 8, "attention": "gqa"}),
     ],
 )
 def test_fields_fit_together(name: str, settings: dict[str, int]) -> None:

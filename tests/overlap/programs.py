@@ -87,7 +87,9 @@ def add_layer(b: ProgramBuilder, shape: Shape, kind: str, hidden: Value, parts: 
     )  # fmt: skip
     extra: tuple[Value, ...] = ()
     if shape.shared:
-        extra = b.compute("shared", parts.call("shared"), tokens, outputs=("extra",), parameters=parts.weights("shared"))
+        extra = b.compute(
+            "shared", parts.call("shared"), tokens, outputs=("extra",), parameters=parts.weights("shared")
+        )
     sent, weights = b.comm(
         "dispatch", parts.call("dispatch"), tokens, probs, routing, outputs=("sent", "weights"),
         adjoint=parts.call("dispatch_adjoint"),
