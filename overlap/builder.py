@@ -5,7 +5,7 @@ Owns the naming of values. Knows nothing of tensors: the functions it is given r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -38,12 +38,17 @@ class ProgramBuilder:
         self._losses: list[Loss] = []
         self._shared: dict[str, Trainable] = {}
         self._mtp: set[int] = set()
+        self._feed_checks: list[Callable[[Mapping[str, Any]], None]] = []
         self._layer: int | None = None
 
     def input(self, name: str, *, needs_grad: bool = False) -> Value:
         """Declare a value that the caller feeds for every microbatch."""
         self._inputs.append(Input(name, needs_grad))
         return Value(name)
+
+    def check_feeds(self, check: Callable[[Mapping[str, Any]], None]) -> None:
+        """Have every microbatch's feeds checked before a step; `check` raises a ConfigError that names the feed."""
+        self._feed_checks.append(check)
 
     def parameter(self, name: str, parameter: Trainable) -> Value:
         """Make a parameter that several stages read (a tied embedding) a value.
@@ -163,6 +168,7 @@ class ProgramBuilder:
             losses=tuple(self._losses),
             outputs=tuple(value.name for value in outputs),
             mtp_layers=frozenset(self._mtp),
+            feed_checks=tuple(self._feed_checks),
         )
 
     def _weights(self) -> tuple[Stage, ...]:

@@ -17,7 +17,7 @@ from overlap.lanes import Lanes, NullLanes
 from overlap.orders import Order, get_order
 from overlap.plan import Planner
 from overlap.scale import LossScale, PerMicrobatch
-from recompute.config import RecomputeConfig
+from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
 
 
@@ -34,7 +34,7 @@ class ModelChunk(nn.Module):
     Args:
         module: An nn.Module with a method `program()` returning its Program.
         recompute: One config, or one per microbatch of a step.
-        order: Name of a built-in order, or an Order.
+        order: Name of a built-in order (in its variant for hidden replay if a config asks for that), or an Order.
         delay_wgrad: Whether weight gradients run as slots of their own.
         seed: The run's seed; with `steps_done` it decides every draw.
         loss_scale: How the losses of a step's microbatches are weighted.
@@ -66,7 +66,9 @@ class ModelChunk(nn.Module):
             raise ConfigError(field="recompute", value=recompute, rule=rule)
         self.module = module
         self.recompute = recompute if isinstance(recompute, RecomputeConfig) else tuple(recompute)
-        self.order = order if isinstance(order, Order) else get_order(order)
+        hidden = any(config.replay is Replay.HIDDEN for config in configs)
+        replay = Replay.HIDDEN if hidden else Replay.JUST_IN_TIME
+        self.order = order if isinstance(order, Order) else get_order(order, replay)
         self.delay_wgrad = delay_wgrad
         self.seed = seed
         self.loss_scale = loss_scale

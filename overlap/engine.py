@@ -19,7 +19,7 @@ from overlap.lower import Event, Issue, Key, Piece, Plan
 from recompute import rng, state
 from recompute.precision import Precision
 from recompute.tape import Tape
-from recompute.wgrad import WeightGradients, collect_weight_gradients
+from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
 
 Feeds = Mapping[str, Any]
 """One microbatch as the caller gives it: a value per Program input."""
@@ -75,6 +75,8 @@ class Engine:
         step: Steps done before this one.
         generators: The live generators that stages draw from.
         precision: Entered around every forward, first pass and replay alike; None: nothing to enter.
+        delay_wgrad: Whether the plans hold W slots for all stages with `wgrad`: their graphs leave the weights out,
+            so that no hook of a weight fires before its gradient is there.
         observers: Watch the step.
     """
 
@@ -86,6 +88,7 @@ class Engine:
         step: int,
         generators: Sequence[torch.Generator],
         precision: Precision | None = None,
+        delay_wgrad: bool = False,
         observers: Sequence[Observer] = (),
     ) -> None:
         self._lanes = lanes
@@ -93,6 +96,7 @@ class Engine:
         self._step = step
         self._generators = generators
         self._precision = precision
+        self._delay_wgrad = delay_wgrad
         self._observers = tuple(observers)
         self._handlers: dict[Op, Callable[[Issue, MicrobatchState], None]] = {
             Op.FORWARD: self._first_pass,
@@ -165,7 +169,8 @@ class Engine:
         """Run a stage's forward in the contexts it needs, keep its graph if asked, store what it writes."""
         stage, values = issue.stage, owner.values
         inputs = [values[key] for key in issue.reads]
-        if contexts or stage.draws_rng or stage.context is not None or self._precision is not None:
+        late = self._delay_wgrad and stage.wgrad and issue.records
+        if contexts or late or stage.draws_rng or stage.context is not None or self._precision is not None:
             with ExitStack() as stack:
                 for context in (*contexts, *self._contexts(issue, owner)):
                     stack.enter_context(context)
@@ -187,6 +192,8 @@ class Engine:
             contexts.append(issue.stage.context())
         if issue.stage.draws_rng:
             contexts.append(self._draws(issue, owner))
+        if self._delay_wgrad and issue.stage.wgrad and issue.records:
+            contexts.append(weights_left_out())
         return contexts
 
     def _draws(self, issue: Issue, owner: MicrobatchState) -> AbstractContextManager[None]:

@@ -1,28 +1,38 @@
 """expand: an order and a pair of chunks become the flat list of slots to issue.
 
 Forward layer i is paired with backward layer L-1-i; where one side has more layers, the rest run alone, the backward
-ones first. Everything is F, B and W here: recompute is a later rewrite (passes).
+ones first. Recompute is a later rewrite (passes); only replays that are hidden behind other layers get their slots
+here, where the order's R steps say.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from overlap.errors import ScheduleError
+from overlap.hidden import Hosts, spread
 from overlap.ir import Op, Program, Schedule, Slot, Stage
-from overlap.orders import REST, STAGE_NAMES, Order
+from overlap.orders import REST, STAGE_NAMES, Order, Step
 
 
-def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None) -> Schedule:
+def expand(
+    order: Order,
+    forward: tuple[int, Program] | None,
+    backward: tuple[int, Program] | None,
+    hosts: Hosts = Hosts(),  # noqa: B008 (frozen)
+) -> Schedule:
     """Interleave the forward of one microbatch with the backward of another.
 
     Args:
         order: How the slots of a layer pair interleave.
         forward: (microbatch, program) of the side that runs forward; None: backward runs alone.
         backward: The same for the side that runs backward.
+        hosts: Which layers of `backward` are replayed beside which.
 
     Returns:
-        Slots in issue order; every stage of either side once, and W for every stage with weight gradients.
+        Slots in issue order; every stage of either side once, W for every stage with weight gradients, and R for
+        every stage of a hosted layer.
 
     Raises:
         ScheduleError: The order names a stage that nobody has, or leaves out one that a layer has.
@@ -32,8 +42,9 @@ def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[in
     if forward is not None:
         slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].prologue]
     if backward is not None:
+        slots += [_slot(Op.REPLAY, backward[0], stage) for stage in hosts.head]
         slots += _chunk_backward(backward[0], backward[1].epilogue)
-    slots += _pairs(order, forward, backward)
+    slots += _pairs(order, forward, backward, hosts)
     if forward is not None:
         slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].epilogue]
     if backward is not None:
@@ -41,31 +52,54 @@ def expand(order: Order, forward: tuple[int, Program] | None, backward: tuple[in
     return tuple(slots)
 
 
-def _pairs(order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None) -> Iterable[Slot]:
-    ahead = [] if forward is None else [(forward[0], forward[1].layer_stages[x]) for x in forward[1].layers]
-    behind = [] if backward is None else [(backward[0], backward[1].layer_stages[x]) for x in backward[1].layers[::-1]]
+def _pairs(
+    order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None, hosts: Hosts
+) -> Iterable[Slot]:
+    ahead = [] if forward is None else [_Part(forward[0], forward[1].layer_stages[x]) for x in forward[1].layers]
+    behind = []
+    if backward is not None:
+        microbatch, program = backward
+        for layer in program.layers[::-1]:
+            hosted = [program.layer_stages[other] for other in hosts.layers.get(layer, ())]
+            behind.append(_Part(microbatch, program.layer_stages[layer], hosted))
     paired = min(len(ahead), len(behind))
     for front, back in zip(ahead, behind, strict=False):
         yield from _pair(order, front, back)
     for back in behind[paired:]:
-        yield from _pair(order, None, back)
+        yield from _pair(order, _NOTHING, back)
     for front in ahead[paired:]:
-        yield from _pair(order, front, None)
+        yield from _pair(order, front, _NOTHING)
 
 
-def _pair(
-    order: Order, front: tuple[int, Sequence[Stage]] | None, back: tuple[int, Sequence[Stage]] | None
-) -> Iterable[Slot]:
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One side's layer in a pair, and the layers that are replayed beside it."""
+
+    microbatch: int
+    stages: Sequence[Stage]
+    hosted: Sequence[Sequence[Stage]] = ()
+
+
+_NOTHING = _Part(0, ())
+"""The side that has no layer left."""
+
+
+def _pair(order: Order, front: _Part, back: _Part) -> Iterable[Slot]:
     """One forward layer beside one backward layer, in the order's steps."""
+    replays, rest = spread(order, back.hosted)
     for step in order.steps:
-        side = front if step.op is Op.FORWARD else back
-        if side is None:
-            continue
-        microbatch, stages = side
-        named = {step.stage} if step.stage != REST else {s.name for s in stages} - order.named(step.op)
-        chosen = [s for s in stages if s.name in named and (step.op is not Op.WGRAD or s.wgrad)]
-        for stage in chosen if step.op is Op.FORWARD else chosen[::-1]:
-            yield _slot(step.op, microbatch, stage)
+        part = front if step.op is Op.FORWARD else back
+        for stage in replays.get(step, ()) if step.op is Op.REPLAY else _chosen(order, step, part.stages):
+            yield _slot(step.op, part.microbatch, stage)
+    for stage in rest:
+        yield _slot(Op.REPLAY, back.microbatch, stage)
+
+
+def _chosen(order: Order, step: Step, stages: Sequence[Stage]) -> Sequence[Stage]:
+    """The stages of a layer that a step takes."""
+    named = {step.stage} if step.stage != REST else {s.name for s in stages} - order.named(step.op)
+    chosen = [s for s in stages if s.name in named and (step.op is not Op.WGRAD or s.wgrad)]
+    return chosen if step.op is Op.FORWARD else chosen[::-1]
 
 
 def _chunk_backward(microbatch: int, stages: Sequence[Stage]) -> Iterable[Slot]:

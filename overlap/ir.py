@@ -6,7 +6,7 @@ Owns data only. What order slots come in is orders/expand, what they need and fr
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
@@ -190,6 +190,8 @@ class Program:
     outputs: tuple[str, ...] = ()
     """Values handed back to the caller for each microbatch, beside the losses."""
     mtp_layers: frozenset[int] = field(default=frozenset())
+    feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
+    """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
 
     def __post_init__(self) -> None:
         check_program(self)

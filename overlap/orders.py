@@ -1,41 +1,26 @@
 """Issue orders as text tables: how the slots of one forward layer and one backward layer interleave.
 
 An order is a sequence of steps `OP.stage`; F names a stage of the forward layer, B and W one of the backward layer
-paired with it. `*` stands for the stages that no other step of that op names: in program order for F, in reverse for
-B and W. A step whose stage a layer does not have is skipped, so one table serves dense and MoE layers alike.
+paired with it, R one of the layer that is replayed beside them when replays are hidden (R10). `*` stands for the stages
+that no other step of that op names: in program order for F and R, in reverse for B and W. A step whose stage a layer
+does not have is skipped, so one table serves dense and MoE layers alike; R steps are skipped where nothing is replayed.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from overlap.errors import ScheduleError
 from overlap.ir import Op
+from overlap.order_tables import EXPOSED, HIDDEN
+from recompute.config import Replay
 
 REST = "*"
 STAGE_NAMES = frozenset({"attn", "shared", "dispatch", "experts", "combine", "post", "post_attn", "mtp_post"})
 """Stage names that an order may always name, whether or not a model has them."""
 
-_TABLES = {
-    # No interleaving: the forward layer, then the backward layer. Fits any stage names.
-    "plain": "F.* B.* W.*",
-    # Many hardware queues: a lane never waits for the other's queue, so each all-to-all is issued as soon as its
-    # input exists, next to the other microbatch's compute that hides it.
-    "multi_queue": """
-        B.post     B.combine
-        F.attn                  # hides B.combine
-        B.experts
-        F.dispatch
-        F.shared   W.experts    # hide F.dispatch
-        B.dispatch
-        B.shared   W.shared
-        F.experts               # hides B.dispatch
-        F.combine
-        B.attn     W.attn       # hide F.combine
-        F.post
-    """,
-}
-ORDER_NAMES = tuple(_TABLES)
+ORDER_NAMES = tuple(EXPOSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +52,11 @@ class Order:
         """Whether the order takes stages of `op` that it does not name."""
         return Step(op, REST) in self.steps
 
+    @property
+    def replays(self) -> bool:
+        """Whether the order says where replays go that are hidden."""
+        return any(step.op is Op.REPLAY for step in self.steps)
+
     @classmethod
     def parse(cls, name: str, text: str) -> Order:
         """Read an order from its text table (`#` starts a comment).
@@ -78,8 +68,9 @@ class Order:
         steps: list[Step] = []
         for index, word in enumerate(words):
             op, _, stage = word.partition(".")
-            if op not in {"F", "B", "W"} or not (stage.isidentifier() or stage == REST):
-                raise ScheduleError(f"order {name}: {word!r} is no step; write F, B or W, a dot, a stage", words, index)
+            if op not in {"F", "B", "W", "R"} or not (stage.isidentifier() or stage == REST):
+                reason = f"order {name}: {word!r} is no step; write F, B, W or R, a dot, a stage"
+                raise ScheduleError(reason, words, index)
             step = Step(Op(op), stage)
             if step in steps:
                 raise ScheduleError(f"order {name}: {word} stands twice", words, index)
@@ -87,12 +78,27 @@ class Order:
         return cls(name, tuple(steps))
 
 
-def get_order(name: str) -> Order:
-    """The built-in order of that name.
+def get_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:
+    """The built-in order of that name, in its variant for `replay` where it has one.
 
     Raises:
         ScheduleError: There is none.
     """
-    if name not in _TABLES:
-        raise ScheduleError(f"order {name!r} is unknown: choose one of {', '.join(_TABLES)}")
-    return Order.parse(name, _TABLES[name])
+    if name not in EXPOSED:
+        raise ScheduleError(f"order {name!r} is unknown: choose one of {', '.join(ORDER_NAMES)}")
+    return Order.parse(name, HIDDEN.get(name, EXPOSED[name]) if replay is Replay.HIDDEN else EXPOSED[name])
+
+
+def load_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:
+    """A built-in order, or the text table in the file of that name.
+
+    Raises:
+        ScheduleError: There is neither, or the file's text is no order.
+    """
+    path = Path(name)
+    if name in EXPOSED or not path.is_file():
+        return get_order(name, replay)
+    try:
+        return Order.parse(path.stem, path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"order file {name!r} cannot be read: {error}") from error

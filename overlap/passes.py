@@ -31,9 +31,11 @@ def delay_wgrad(schedule: Schedule, sides: Sides, *, delayed: bool) -> Schedule:
 def add_replay(schedule: Schedule, sides: Sides) -> Schedule:
     """Turn F into N inside segments and put every segment's replay just before the first backward that needs it.
 
-    A backward by adjoint needs nothing, so it is issued before the replay: its all-to-all overlaps with it.
+    A backward by adjoint needs nothing, so it is issued before the replay: its all-to-all overlaps with it. What the
+    order already replays elsewhere (R10) stays there.
     """
     slots: list[Slot] = []
+    placed = {(slot.microbatch, slot.key) for slot in schedule if slot.op is Op.REPLAY}
     replayed: set[tuple[int, int]] = set()
     for slot, stage in zip(schedule, stages_of(schedule, sides), strict=True):
         side = sides[slot.microbatch]
@@ -43,7 +45,8 @@ def add_replay(schedule: Schedule, sides: Sides) -> Schedule:
             continue
         if slot.op is Op.BACKWARD and segment is not None and side.needs_activations(stage):
             if (slot.microbatch, segment) not in replayed:
-                slots += _whole_segment(slot.microbatch, side, segment)
+                whole = _whole_segment(slot.microbatch, side, segment)
+                slots += [replay for replay in whole if (replay.microbatch, replay.key) not in placed]
             replayed.add((slot.microbatch, segment))
         slots.append(slot)
     return tuple(slots)

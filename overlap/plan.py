@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from overlap.errors import ScheduleError
 from overlap.expand import expand
+from overlap.hidden import Hosts, hosts_of
 from overlap.ir import Program, Schedule, StageKey
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
 from overlap.side import Side
 from overlap.validate import validate
-from recompute.config import RecomputeConfig
+from recompute.config import RecomputeConfig, Replay
 from recompute.segments import RecomputeSegment, plan_segments
 
 FORWARD_SIDE = 1
@@ -31,13 +33,14 @@ def make_schedule(
     """The slots of a pair of sides: expanded, recomputed, checked.
 
     Raises:
-        ScheduleError: The order does not fit the programs.
+        ScheduleError: The order does not fit the programs, or has no R steps for a replay that is to be hidden.
     """
     sides = _sides(forward, backward)
     schedule = expand(
         order,
         None if forward is None else (FORWARD_SIDE, forward.program),
         None if backward is None else (BACKWARD_SIDE, backward.program),
+        Hosts() if backward is None else _hosts(order, backward),
     )
     schedule = drop_untrained(schedule, sides)
     schedule = delay_wgrad(schedule, sides, delayed=delayed)
@@ -46,6 +49,13 @@ def make_schedule(
         schedule = elide_replay(schedule, sides)
     validate(schedule, sides)
     return schedule
+
+
+def _hosts(order: Order, backward: Side) -> Hosts:
+    if backward.hidden and not order.replays:
+        reason = "has no R steps, so it hides no replay: add them, take a built-in order that has them, or replay "
+        raise ScheduleError(f"order {order.name} {reason}just in time", order.steps)
+    return hosts_of(backward)
 
 
 def _sides(forward: Side | None, backward: Side | None) -> dict[int, Side]:
@@ -81,13 +91,15 @@ class Planner:
         """The program as one microbatch runs it under `config`."""
         if (config, trained) not in self._sides:
             segments = segments_of(self.program, config)
-            self._sides[config, trained] = Side(self.program, segments, trained)
+            hidden = config.replay is Replay.HIDDEN
+            self._sides[config, trained] = Side(self.program, segments, trained, hidden=hidden)
         return self._sides[config, trained]
 
     def survivors(self, config: RecomputeConfig, trained: frozenset[StageKey]) -> frozenset[Key]:
         """Values that a microbatch's backward reads of its first pass: what the gap keeps beside graphs (R2)."""
         if (config, trained) not in self._survivors:
-            side = self.side(config, trained)
+            # Where replays go does not change what they read.
+            side = replace(self.side(config, trained), hidden=False)
             schedule = make_schedule(get_order("plain"), None, side, delayed=False)
             reads = backward_reads(schedule, {BACKWARD_SIDE: side})
             self._survivors[config, trained] = reads.get(BACKWARD_SIDE, frozenset())

@@ -23,6 +23,8 @@ class Side:
     """Program.trained() when the plan was made."""
     keeps_graph: bool = True
     """False: forward only, nothing is kept for a backward (R17)."""
+    hidden: bool = False
+    """Whether replays are spread between the slots of the layers before (R10), not issued just in time."""
 
     @cached_property
     def segment_of(self) -> dict[int, int]:

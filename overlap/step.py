@@ -6,8 +6,10 @@ steps the optimizer or updates the expert bias.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +69,8 @@ def train_step(
     if not chunk.checked:
         check_stages(chunk, microbatches[0])
         chunk.checked = True
-    states = [MicrobatchState(number, feeds, scale) for number, feeds in enumerate(microbatches)]
+    kept = _replayed_feeds(chunk, len(microbatches))
+    states = [MicrobatchState(n, _snapshot(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
     with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program):
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
@@ -126,6 +129,25 @@ def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
     return plans
 
 
+def _replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:
+    """Per microbatch, the fed values without gradient that its replays read again."""
+    trained = chunk.program.trained()
+    plain = {source.name for source in chunk.program.inputs if not source.needs_grad}
+    return [
+        frozenset(name for name, _ in chunk.planner.survivors(config, trained)) & plain
+        for config in chunk.configs(num_microbatches)
+    ]
+
+
+def _snapshot(feeds: Feeds, kept: frozenset[str]) -> Feeds:
+    """The feeds, copied where a replay reads them: what the caller does to them later must not reach it."""
+    return {name: _copy(value) if name in kept else value for name, value in feeds.items()}
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
+
+
 def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
     """Refuse microbatches that do not feed the program.
 
@@ -139,6 +161,12 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
         if set(feeds) != wanted:
             rule = f"must feed exactly {sorted(wanted)}"
             raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+        for check in program.feed_checks:
+            try:
+                check(feeds)
+            except ConfigError as error:
+                error.add_note(f"in microbatch {number} of the step")
+                raise
 
 
 def check_precision(device: torch.device) -> None:
@@ -193,6 +221,7 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
         step=chunk.steps_done,
         generators=default_generators(device),
         precision=capture_precision(device.type),
+        delay_wgrad=chunk.delay_wgrad,
         observers=observers,
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):

@@ -155,6 +155,8 @@ class _Segment(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """First pass; keeps the input, the pinned values and copies of in-place state."""
         ctx.layers, ctx.draws = layers, draws
+        # An output that the loss does not reach gives no gradient, rather than one of zeros.
+        ctx.set_materialize_grads(False)
         ctx.precision = capture_precision(hidden.device.type)
         ctx.snapshots = [state.take(layer.state) for _, layer in layers]
         ctx.save_for_backward(hidden)
@@ -164,7 +166,7 @@ class _Segment(torch.autograd.Function):
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         """Replay and run the segment's backward."""
         (hidden,) = ctx.saved_tensors
 

@@ -39,11 +39,12 @@ class Replay(StrEnum):
 
     JUST_IN_TIME = "just_in_time"
     """Right before the segment's backward: one segment is live at a time."""
+    HIDDEN = "hidden"
+    """Behind the backward of the layers before, so that its all-to-all overlaps: two segments are live at a time."""
 
 
 _NOTHING_COMES_LATER: Mapping[str, str] = MappingProxyType({})
 _GRANULARITY_LATER: Mapping[str, str] = MappingProxyType({"selective": "recompute inside layers"})
-_REPLAY_LATER: Mapping[str, str] = MappingProxyType({"hidden": "replay behind another layer pair"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +73,7 @@ class RecomputeConfig:
     def __post_init__(self) -> None:
         """Turn text into enum members and check every rule."""
         granularity = parse_choice(Granularity, "granularity", self.granularity, _GRANULARITY_LATER)
-        replay = parse_choice(Replay, "replay", self.replay, _REPLAY_LATER)
+        replay = parse_choice(Replay, "replay", self.replay, _NOTHING_COMES_LATER)
         # A frozen dataclass has no other way to normalise a field of its own.
         object.__setattr__(self, "granularity", granularity)
         object.__setattr__(self, "replay", replay)
@@ -109,10 +110,11 @@ class RecomputeConfig:
         return self.granularity is Granularity.FULL
 
     def __str__(self) -> str:
-        """Print as in tables: `none`, `uniform 2`, `block 3`, `block 3 + mtp`."""
+        """Print as in tables: `none`, `uniform 2`, `block 3`, `block 3 + mtp`, `uniform 2 hidden`."""
         if not self.enabled:
             return "none"
-        return f"{self.method} {self.num_layers}{' + mtp' if self.recompute_mtp else ''}"
+        hidden = " hidden" if self.replay is Replay.HIDDEN else ""
+        return f"{self.method} {self.num_layers}{' + mtp' if self.recompute_mtp else ''}{hidden}"
 
     def _check_full(self) -> None:
         """Check the fields that `full` needs."""
@@ -129,6 +131,7 @@ class RecomputeConfig:
             "method": self.method,
             "num_layers": self.num_layers,
             "recompute_mtp": self.recompute_mtp or None,
+            "replay": None if self.replay is Replay.JUST_IN_TIME else self.replay.value,
         }
         for field, value in given.items():
             if value is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from recompute.config import RecomputeConfig, check_bool, check_count
+from recompute.config import RecomputeConfig, Replay, check_bool, check_count
 from recompute.errors import ConfigError
 
 _FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType(
@@ -20,6 +20,7 @@ _FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType(
         "method": "recompute_method",
         "num_layers": "recompute_num_layers",
         "recompute_mtp": "recompute_mtp",
+        "replay": "recompute_replay",
     }
 )
 """Field of `RecomputeConfig` -> flag that sets it."""
@@ -73,6 +74,9 @@ def read_flags(flags: Mapping[str, object] | Namespace) -> FlagSettings:
     )
     if settings.delay_wgrad and not settings.overlap:
         raise ConfigError(field=_DELAY_WGRAD, value=True, rule=f"has no effect unless {_OVERLAP} is set")
+    if settings.recompute.replay is Replay.HIDDEN and not settings.overlap:
+        field = _FLAG_OF_FIELD["replay"]
+        raise ConfigError(field=field, value=Replay.HIDDEN.value, rule=f"has no effect unless {_OVERLAP} is set")
     if settings.recompute.recompute_mtp and not settings.mtp_num_layers:
         raise ConfigError(field="recompute_mtp", value=True, rule=f"has no effect unless {_MTP_LAYERS} is set")
     return settings
@@ -82,8 +86,9 @@ def _read_recompute(given: Mapping[str, object]) -> RecomputeConfig:
     """Make the config, and name the flag instead of the field where it refuses a value."""
     # Values of any type go in: the config itself is what checks them.
     fields: dict[str, Any] = {name: given[flag] for name, flag in _FLAG_OF_FIELD.items() if flag in given}
-    if fields.get("granularity", ...) is None:
-        del fields["granularity"]  # argparse's "not set": the config's default applies
+    for name in ("granularity", "replay"):
+        if fields.get(name, ...) is None:
+            del fields[name]  # argparse's "not set": the config's default applies
     try:
         return RecomputeConfig(**fields)
     except ConfigError as error:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from recompute.errors import RecomputeError
+
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
@@ -53,6 +55,38 @@ class WeightGradients:
 
 
 _collectors: list[WeightGradients] = []
+_left_out = 0
+"""How many `weights_left_out()` are open."""
+
+
+@contextmanager
+def weights_left_out() -> Iterator[None]:
+    """Run a forward whose weight gradients will be put off: its weights stay outside the graph.
+
+    An edge to a weight would call the weight's hooks when backward passes it, before its gradient is there.
+    """
+    global _left_out
+    _left_out += 1
+    try:
+        yield
+    finally:
+        _left_out -= 1
+
+
+def is_left_out(weight: Tensor) -> bool:
+    """Whether a forward should leave this weight out of its graph. A weight computed in the stage stays in it."""
+    return _left_out > 0 and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+
+
+def late_weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Put off the gradient of a weight that was left out of the graph.
+
+    Raises:
+        RecomputeError: Nobody collects: the gradient would be lost.
+    """
+    if not _collectors:
+        raise RecomputeError("a weight gradient was to be put off, but the backward that ran collects none")
+    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors))
 
 
 @contextmanager

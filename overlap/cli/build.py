@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,15 @@ from torch import Tensor, nn
 
 from overlap.chunk import ModelChunk
 from overlap.cli.options import Options
+from overlap.dispatch import LocalTransport, Transport
+from overlap.dispatch.host_loopback import HostLoopback
+from overlap.dispatch.sm_copy import SmCopy
 from overlap.engine import Feeds
+from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
+from overlap.orders import load_order
 from overlap.scale import LossScale, PerMicrobatch, PerToken
+from overlap.streams import StreamLanes
 from recompute.errors import ConfigError
 
 OwnModel = Callable[[int, int], tuple[nn.Module, list[dict[str, Any]]]]
@@ -31,23 +38,39 @@ def build_chunk(options: Options) -> ModelChunk:
         module, _ = load_own_model(options.program)(options.seed, 1)
         scale: LossScale = PerMicrobatch()
     else:
-        module = Decoder(options.model, seed=options.seed)
+        module = Decoder(options.model, transport=_transport(options), seed=options.seed)
         scale = PerToken() if options.model.per_token_loss else PerMicrobatch()
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            field="device", value=options.device, rule="this machine or this torch build has no such device"
+        )
+    lanes: Lanes = NullLanes() if device.type == "cpu" else StreamLanes(device)
     return ModelChunk(
-        module,
+        module.to(device),
         recompute=options.recompute,
-        order=options.order,
+        order=load_order(options.order, options.recompute.replay),
         delay_wgrad=options.delay_wgrad,
         seed=options.seed,
         loss_scale=scale,
+        lanes=lanes,
     )
+
+
+def _transport(options: Options) -> Transport:
+    makers: dict[str, Callable[[], Transport]] = {
+        "local": LocalTransport,
+        "host_loopback": partial(HostLoopback, options.loopback_scale),
+        "sm_copy": SmCopy,
+    }
+    return makers[options.transport]()
 
 
 def random_microbatches(options: Options, step: int) -> list[Feeds]:
     """Microbatches of random tokens; each step's are others, the same for the same options."""
     if options.program:
         _, feeds = load_own_model(options.program)(options.seed + step, options.microbatches)
-        return list(feeds)
+        return [to_device(item, options.device) for item in feeds]
     generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
     shape = (options.batch, options.seq + 1)
 
@@ -55,7 +78,12 @@ def random_microbatches(options: Options, step: int) -> list[Feeds]:
         tokens = torch.randint(options.model.vocab, shape, generator=generator)
         return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
-    return [draw() for _ in range(options.microbatches)]
+    return [to_device(draw(), options.device) for _ in range(options.microbatches)]
+
+
+def to_device(feeds: Feeds, device: str) -> Feeds:
+    """The feeds' tensors on a device; anything else as it is."""
+    return {name: value.to(device) if torch.is_tensor(value) else value for name, value in feeds.items()}
 
 
 def load_own_model(name: str) -> OwnModel:

@@ -12,6 +12,9 @@ from recompute.errors import ConfigError
 
 NO_METHOD = "none"
 DEFAULT_ORDER = "multi_queue"
+DEVICES = ("cpu", "cuda")
+TRANSPORTS = ("local", "host_loopback", "sm_copy")
+_OWN_MODEL_RULE = "has no effect with --program: the function decides it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +34,9 @@ class Options:
     seed: int
     program: str
     """`module:function` of one's own model; empty: the built-in decoder."""
+    device: str
+    transport: str
+    loopback_scale: float
     json: bool
 
 
@@ -75,7 +81,13 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
+    step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
+    step.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="how tokens reach their experts")
+    step.add_argument(
+        "--loopback-scale", type=float, metavar="X", help="share of the bytes that host_loopback moves (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
+    parser.set_defaults(default_of=parser.get_default)
 
 
 def read_options(args: argparse.Namespace) -> Options:
@@ -91,6 +103,11 @@ def read_options(args: argparse.Namespace) -> Options:
     for name in ("seq", "batch", "microbatches"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
+    if args.loopback_scale is not None and args.transport != "host_loopback":
+        rule = "has no effect without --transport host_loopback"
+        raise ConfigError(field="loopback_scale", value=args.loopback_scale, rule=rule)
+    if args.program:
+        _check_own_model(args)
     return Options(
         model=model,
         recompute=_recompute(args.method, args.num_layers, args.replay),
@@ -101,8 +118,18 @@ def read_options(args: argparse.Namespace) -> Options:
         microbatches=args.microbatches,
         seed=args.seed,
         program=args.program,
+        device=args.device,
+        transport=args.transport,
+        loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
         json=args.json,
     )
+
+
+def _check_own_model(args: argparse.Namespace) -> None:
+    """Refuse options of the built-in decoder beside --program."""
+    for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport"):
+        if name in vars(args) and getattr(args, name) != args.default_of(name):
+            raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
 
 def _recompute(method: str, num_layers: object, replay: str | None) -> RecomputeConfig:
@@ -143,4 +170,7 @@ def describe(options: Options) -> dict[str, object]:
         "microbatches": options.microbatches,
         "seed": options.seed,
         "program": options.program,
+        "device": options.device,
+        "transport": options.transport,
+        "loopback_scale": options.loopback_scale,
     }

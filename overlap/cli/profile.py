@@ -1,5 +1,45 @@
-"""`profile`: placeholder."""
+"""`profile`: peak live bytes by kind, measured, predicted and by formula; and the engine's own cost per slot."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import Any
+
+from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.report import console, num_bytes, print_json, table
+from overlap.memory.profile import Profile, profile_step
 
 
-def add_parser(commands):
-    pass
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "profile",
+        help="peak memory by kind: measured, predicted, by formula",
+        description="Run one step and count what is alive at every slot border, beside what the plan predicts.",
+    )
+    add_shared_options(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile and report; returns the exit status."""
+    options = read_options(args)
+    result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
+    if options.json:
+        print_json({**result.as_json(), "config": describe(options)})
+    else:
+        _show(result)
+    return 0
+
+
+def _show(result: Profile) -> None:
+    payload = result.as_json()
+    columns = ("measured", "predicted", "formula")
+    rows = [
+        (name, *(num_bytes(payload[column][name]) if name in payload[column] else "" for column in columns))
+        for name in payload["measured"]
+    ]
+    console.print(table("Peak live bytes of one step, by kind", ("kind", *columns), rows))
+    console.print(f"highest inside a slot, its own temporaries included: {num_bytes(result.in_slot_peak)}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from overlap.cli.build import build_chunk
+from overlap.cli.build import build_chunk, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.report import console, messages, print_json
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
@@ -80,12 +80,13 @@ def make_trainer(options: Options, paths: list[str] | None, learning_rate: float
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
-    return text.microbatches(options.seed, step, options.microbatches, options.batch)
+    rows = text.microbatches(options.seed, step, options.microbatches, options.batch)
+    return [to_device(feeds, options.device) for feeds in rows]
 
 
 def saved_config(options: Options) -> dict[str, object]:
     """What a checkpoint's run must agree on: all that changes the numbers, not how they are computed."""
-    how = {"method", "num_layers", "replay", "order", "delay_wgrad", "program"}
+    how = {"method", "num_layers", "replay", "order", "delay_wgrad", "program", "device", "transport", "loopback_scale"}
     return {name: value for name, value in describe(options).items() if name not in how}
 
 

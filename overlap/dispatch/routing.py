@@ -23,6 +23,8 @@ class Routing(NamedTuple):
     """[T*k]: for each copy, its row in expert order; the inverse permutation of `source`."""
     counts: Tensor
     """[E]: rows of each expert."""
+    covers: bool = True
+    """Whether the counts sum to T*k. If not, the rows behind them belong to padding and to no expert."""
 
     @property
     def topk(self) -> int:
@@ -30,17 +32,22 @@ class Routing(NamedTuple):
         return self.expert_ids.shape[1]
 
 
-def make_routing(expert_ids: Tensor, num_experts: int) -> Routing:
+def make_routing(expert_ids: Tensor, num_experts: int, padding: Tensor | None = None) -> Routing:
     """Sort the copies by expert, stably: within an expert they stay in token order.
+
+    Copies of padding come last; no expert counts them.
 
     Every size follows from shapes, so this runs on fake tensors and never waits for a device.
 
     Args:
         expert_ids: [T, k] int64, values in [0, num_experts).
         num_experts: E.
+        padding: [T] bool, True for tokens that no expert shall see; None: there are none.
     """
     flat = expert_ids.flatten()
+    if padding is not None:
+        flat = torch.where(padding.repeat_interleave(expert_ids.shape[1]), num_experts, flat)
     source = torch.argsort(flat, stable=True)
     inverse = torch.empty_like(source).scatter_(0, source, torch.arange(flat.numel(), device=flat.device))
-    counts = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
-    return Routing(expert_ids, source, inverse, counts)
+    counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))[:num_experts].clone()
+    return Routing(expert_ids, source, inverse, counts, padding is None)

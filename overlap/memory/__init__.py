@@ -1,1 +1,38 @@
-"""Memory of a step: measured exactly, and predicted from its plan."""
+"""Memory of a training step: measured, predicted from a dry run, and estimated by a formula."""
+
+from overlap.memory.bins import Bin, Border, Peaks, Usage
+from overlap.memory.footprint import fake_chunk, take_footprint, zero_gradients
+from overlap.memory.formula import formula
+from overlap.memory.gap import Gap, gaps_of
+from overlap.memory.host_cost import HostCost, measure_host_cost
+from overlap.memory.predict import footprints_of, predict_step
+from overlap.memory.profile import Forecast, Measured, Profile, measure_step, predict, profile_step
+from overlap.memory.recorder import MemoryRecorder
+from overlap.memory.segments import SegmentCounter
+from overlap.memory.tracker import StorageTracker
+
+__all__ = [
+    "Bin",
+    "Border",
+    "Forecast",
+    "Gap",
+    "HostCost",
+    "Measured",
+    "MemoryRecorder",
+    "Peaks",
+    "Profile",
+    "SegmentCounter",
+    "StorageTracker",
+    "Usage",
+    "fake_chunk",
+    "footprints_of",
+    "formula",
+    "gaps_of",
+    "measure_host_cost",
+    "measure_step",
+    "predict",
+    "predict_step",
+    "profile_step",
+    "take_footprint",
+    "zero_gradients",
+]

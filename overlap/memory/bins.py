@@ -50,6 +50,20 @@ class Border:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Peaks:
+    """Highest live bytes of a step."""
+
+    bins: Mapping[Bin, int]
+    """Of each kind; the kinds may peak at different slots."""
+    total: int
+    """Of all kinds together; at most the sum of `bins`."""
+
+    def as_json(self) -> dict[str, int]:
+        """`bins` by name, and `total`."""
+        return {**{kind.value: self.bins[kind] for kind in Bin}, "total": self.total}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
     """Live bytes over one training step. Feeds, parameters, buffers and `.grad` are not counted."""
 
@@ -57,18 +71,21 @@ class Usage:
     """Every slot border, in issue order."""
 
     @property
-    def peaks(self) -> dict[Bin, int]:
-        """Highest bytes of each kind; the kinds may peak at different slots."""
-        return {kind: max((border.bytes[kind] for border in self.curve), default=0) for kind in Bin}
+    def peaks(self) -> Peaks:
+        """The highest border of each kind, and of the total."""
+        return Peaks(
+            bins={kind: max((border.bytes[kind] for border in self.curve), default=0) for kind in Bin},
+            total=max((border.total for border in self.curve), default=0),
+        )
 
     @property
     def total(self) -> int:
-        """Highest bytes of all kinds together; at most the sum of `peaks`."""
-        return max((border.total for border in self.curve), default=0)
+        """Highest live bytes of all kinds together."""
+        return self.peaks.total
 
     def as_json(self) -> dict[str, int]:
         """`peaks` by name, and `total`."""
-        return {**{kind.value: nbytes for kind, nbytes in self.peaks.items()}, "total": self.total}
+        return self.peaks.as_json()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

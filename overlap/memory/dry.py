@@ -4,48 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
-
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from typing import Any
 
 from overlap.engine import Engine, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Stage, StageKey
 from overlap.lower import Issue, Piece
 from overlap.memory.facts import OUTSIDE_REF, Facts, Kind, Ref, Refs, Source, backward_kind, forward_kind
+from overlap.memory.layout import Layout, fresh
 from overlap.memory.tracker import OUTSIDE, StorageTracker, pending_tensors
 from recompute.tape import Tape
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """How a tensor lies in memory; stands for it where its data and its storage must not be kept."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of_tensor(cls, tensor: Tensor) -> Self:
-        """The layout of one tensor."""
-        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-
-    @classmethod
-    def of(cls, value: Any) -> Any:
-        """A value with its tensors replaced by their layouts."""
-        return tree_map_only(Tensor, cls.of_tensor, value)
-
-    def make(self) -> Tensor:
-        """A tensor of this layout in a storage of its own."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-
-
-def fresh(layouts: Any) -> Any:
-    """A value as `Layout.of` saw it, all its tensors new."""
-    return tree_map_only(Layout, Layout.make, layouts)
 
 
 class _Names:
@@ -180,11 +148,12 @@ class DrySlots:
             # The only reference to the tape goes into the slot, as in a step.
             owner.tapes[key] = graph.pop().tape
         self._run(issue, owner)
-        gives, given = _gives(issue, owner, names), Layout.of(owner.grads)
+        gives = _gives(issue, owner, names)
+        given: dict[Piece, Layout] = Layout.of(owner.grads)
         waiting = MicrobatchState(0, {}, 1.0)
         waiting.pending.update(owner.pending)
         del owner
-        pending = frozenset(names.of(pending_tensors(waiting)))
+        pending = frozenset(names.of(pending_tensors(waiting.pending.values())))
         held = names.survivors()
         self._facts[backward_kind(issue, made)] = Facts(
             born=names.born, gives=gives, pending=pending, hidden=held - pending
@@ -201,15 +170,15 @@ class DrySlots:
         for place, piece in enumerate(issue.gives):
             if piece is not None and piece in given:
                 owner.grads[piece] = fresh(given[piece])
-                names.give(owner.grads[piece], Source.PIECE, place)
+                names.give(owner.grads[piece], Source.GIVEN, place)
         self._run(issue, owner)
-        gives, layouts = _gives(issue, owner, names), Layout.of(owner.grads)
+        gives = _gives(issue, owner, names)
+        layouts: dict[Piece, Layout] = Layout.of(owner.grads)
         self._facts[backward_kind(issue, made)] = Facts(born=names.born, gives=gives)
         owner.grads.clear()
         if names.survivors():
             raise _kept(issue.stage)
-        result: dict[Piece, Layout] = layouts
-        return result
+        return layouts
 
     def _run(self, issue: Issue, owner: MicrobatchState) -> None:
         self._engine.issue(replace(issue, frees=()), owner)
@@ -226,5 +195,3 @@ def _kept(stage: Stage) -> ProgramError:
         f"stage {stage.label} keeps a tensor beyond its slot that is in none of its values: write it as a tensor, or "
         "in tuples, lists or dicts; memory that a module, another object or a reference cycle holds is not predicted"
     )
-
-

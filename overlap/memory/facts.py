@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from overlap.ir import StageKey
-from overlap.lower import Issue, Op
+from overlap.ir import Op, StageKey
+from overlap.lower import Issue
 
 
 class Source(StrEnum):
@@ -23,7 +23,9 @@ class Source(StrEnum):
     PINNED = "pinned"
     """Tensor `part` of the `place`-th value among `Issue.pinned`."""
     PIECE = "piece"
-    """The gradient piece in the `place`-th place: of the flattened `Issue.pieces` in B, of `Issue.gives` in W."""
+    """B: the gradient piece in the `place`-th place of the flattened `Issue.pieces`."""
+    GIVEN = "given"
+    """W: the gradient piece that the stage's B gave to the `place`-th read."""
     FORWARD = "forward"
     """The `place`-th storage born in the stage's forward."""
     BACKWARD = "backward"

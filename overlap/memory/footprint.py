@@ -6,11 +6,12 @@ what dies when the tables are dropped one after the other, says who holds what. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap.chunk import ModelChunk
@@ -18,8 +19,9 @@ from overlap.engine import Engine, Feeds
 from overlap.ir import Op, Program, Stage
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
-from overlap.memory.dry import DrySlots, Layout
+from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.layout import Layout
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
@@ -39,17 +41,12 @@ _FULL_SIZE_REDUCTIONS = frozenset(
 """Losses whose CPU kernel reduces within a buffer of the input's size and returns that; fake kernels do not know."""
 
 
-class FakeTracker(StorageTracker):
-    """Gives fake results the size that the real kernel would allocate."""
-
-    def size_of(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], storage: torch.UntypedStorage
-    ) -> int:
-        """Bytes of a storage that `func` returned."""
-        if func in _FULL_SIZE_REDUCTIONS and args[0].device.type == "cpu":
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            return max(storage.nbytes(), shape.numel() * args[0].element_size())
-        return storage.nbytes()
+def real_bytes(func: Callable[..., Any], args: Sequence[Any], storage: torch.UntypedStorage) -> int:
+    """Size of a fake result as the real kernel would allocate it."""
+    if func in _FULL_SIZE_REDUCTIONS and args[0].device.type == "cpu":
+        full: Tensor = torch.broadcast_tensors(args[0], args[1])[0]  # type: ignore[no-untyped-call]
+        return max(storage.nbytes(), full.numel() * full.element_size())
+    return storage.nbytes()
 
 
 @contextmanager
@@ -90,7 +87,7 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
     # No generators: fake tensors are not drawn, and the live ones stay as they are.
     engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision)
     facts: dict[Kind, Facts] = {}
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(device), FakeTracker() as tracker:
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(device), StorageTracker(real_bytes) as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
         for delay in delayed:
             dry = DrySlots(engine, tracker, dict(values), facts)
@@ -131,5 +128,3 @@ def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple
 def _snapshot(stage: Stage, tracker: StorageTracker) -> tuple[int, ...]:
     copies = state.take(stage.state)
     return tuple(tracker.live[key].nbytes for key in tracker.ids_of(copies))
-
-

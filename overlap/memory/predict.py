@@ -8,48 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import count
 
+from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
-from overlap.ir import Op, StageKey
-from overlap.lower import Issue, Key, Piece
-from overlap.memory.bins import Border, Claims, Storage, Usage, sum_bins
+from overlap.ir import Op
+from overlap.lower import Issue
+from overlap.memory.bins import Border, Storage, Usage, sum_bins
 from overlap.memory.facts import OUTSIDE_REF, Facts, Footprint, Kind, Ref, Source, backward_kind, forward_kind
-from overlap.memory.gap import Gap, slot_text
-from overlap.step import StepPlan
+from overlap.memory.footprint import take_footprint
+from overlap.memory.gap import Gap, gaps_of, slot_text
+from overlap.memory.held import Held, Ids
+from overlap.memory.layout import Layout
+from overlap.memory.tracker import OUTSIDE
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
+from overlap.step import StepPlan, step_plans
 
-Ids = tuple[int, ...]
-_OUTSIDE = -1
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
-
-
-class _Held:
-    """What one microbatch holds: the engine's MicrobatchState with storage ids in place of tensors."""
-
-    def __init__(self, footprint: Footprint) -> None:
-        self.footprint = footprint
-        self.values: dict[Key, Ids] = {(name, 0): (_OUTSIDE,) * parts for name, parts in footprint.feeds.items()}
-        self.grads: dict[Piece, Ids] = {}
-        self.graphs: dict[StageKey, tuple[Kind, Mapping[Ref, int]]] = {}
-        self.pending: dict[StageKey, tuple[Kind, Mapping[Ref, int], Ids]] = {}
-        self.snapshots: dict[StageKey, Ids] = {}
-        self.outputs: list[Ids] = []
-        """Losses, outputs and the values of effects."""
-
-    def ids(self) -> Iterable[Iterable[int]]:
-        """The ids in every table."""
-        yield from self.values.values()
-        yield from self.grads.values()
-        yield from (names.values() for _, names in self.graphs.values())
-        yield from (names.values() for _, names, _ in self.pending.values())
-        yield from self.snapshots.values()
-        yield from self.outputs
-
-    def claims(self, gap: Gap) -> Claims:
-        """The ids that belong to a kind of memory by name."""
-        return Claims(
-            segment_inputs=[key for value in gap.segment_inputs for key in self.values.get(value, ())],
-            pinned=[key for value in gap.pinned for key in self.values.get(value, ())],
-            pending=[key for _, _, visible in self.pending.values() for key in visible],
-        )
 
 
 class Walk:
@@ -62,7 +35,7 @@ class Walk:
 
     def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap]) -> None:
         self._gaps = gaps
-        self._held = [_Held(footprint) for footprint in footprints]
+        self._held = [Held(footprint) for footprint in footprints]
         self._ids = count()
         self._storages: dict[int, Storage] = {}
         # The step's own copies of in-place state, for the case that it fails; the same for all microbatches.
@@ -72,9 +45,124 @@ class Walk:
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
         for plan, forward, backward in plans:
+            numbers = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
             for issue in plan.issues:
-                numbers = (backward, forward)
                 number = numbers[issue.slot.microbatch]
                 if number is not None:
                     self._issue(issue, number)
         return Usage(curve=tuple(self._curve))
+
+    def _issue(self, issue: Issue, number: int) -> None:
+        held = self._held[number]
+        if issue.slot.op in _FORWARDS:
+            self._forward(issue, held)
+        elif issue.slot.op is Op.BACKWARD:
+            self._backward(issue, held)
+        else:
+            self._wgrad(issue, held)
+        self._end(slot_text(issue, number))
+        for key in issue.frees:
+            del held.values[key]
+
+    def _forward(self, issue: Issue, held: Held) -> None:
+        stage, kind = issue.stage, forward_kind(issue)
+        facts = held.footprint.facts[kind]
+        if issue.snapshots:
+            held.snapshots[stage.key] = self._new(held.footprint.snapshots[stage.key], issue.slot.op)
+        elif issue.slot.op is Op.REPLAY and stage.state:
+            del held.snapshots[stage.key]
+        env = {
+            **_named(Source.READ, (held.values[key] for key in issue.reads)),
+            **_named(Source.PINNED, (held.values[key] for key in issue.pinned)),
+            **self._born(Source.FORWARD, facts, issue),
+        }
+        if issue.records:
+            held.graphs[stage.key] = (kind, {ref: env[ref] for ref in facts.tape})
+        written = [_ids(refs, env) for refs in facts.writes]
+        held.values.update((key, ids) for key, ids in zip(issue.writes, written, strict=True) if key is not None)
+        if issue.slot.op is not Op.REPLAY:
+            held.outputs += [written[place] for place, _ in issue.collects]
+            held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
+
+    def _backward(self, issue: Issue, held: Held) -> None:
+        key = issue.stage.key
+        kind, env = _by_adjoint(issue)
+        if issue.stage.adjoint is None:
+            kind, env = held.graphs.pop(key)
+        facts = held.footprint.facts[backward_kind(issue, kind)]
+        pieces = [held.grads.pop(piece, ()) for group in issue.pieces for piece in group]
+        env = {
+            **env,
+            **_named(Source.READ, (held.values[read] for read in issue.reads)),
+            **_named(Source.PIECE, pieces),
+            **self._born(Source.BACKWARD, facts, issue),
+        }
+        _give(issue, facts, env, held)
+        if issue.delays:
+            waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
+            held.pending[key] = (kind, waiting, _ids(facts.pending, env))
+
+    def _wgrad(self, issue: Issue, held: Held) -> None:
+        kind, waiting, _ = held.pending.pop(issue.stage.key)
+        facts = held.footprint.facts[backward_kind(issue, kind)]
+        given = [held.grads.get(piece, ()) if piece is not None else () for piece in issue.gives]
+        env = {**waiting, **_named(Source.GIVEN, given), **self._born(Source.WGRAD, facts, issue)}
+        _give(issue, facts, env, held)
+
+    def _born(self, source: Source, facts: Facts, issue: Issue) -> dict[Ref, int]:
+        return {Ref(source, place): key for place, key in enumerate(self._new(facts.born, issue.slot.op))}
+
+    def _new(self, sizes: Iterable[int], born: Op) -> Ids:
+        storages = {next(self._ids): Storage(size, born) for size in sizes}
+        self._storages |= storages
+        return tuple(storages)
+
+    def _end(self, slot: str) -> None:
+        """Note the border, and forget what no table holds."""
+        alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
+        self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
+        claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True)]
+        self._curve.append(Border(slot=slot, bytes=sum_bins(self._storages, claims)))
+
+
+def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
+    """Live bytes at every slot border of a training step.
+
+    Args:
+        chunk: Gives plans and configs; a fake chunk serves.
+        footprints: Of each microbatch of the step, in order.
+    """
+    return Walk(footprints, gaps_of(chunk, len(footprints))).run(step_plans(chunk, len(footprints)))
+
+
+def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Footprint]:
+    """The footprint of each microbatch; one dry run per different shape.
+
+    Args:
+        chunk: From `fake_chunk`, inside its context.
+        microbatches: Only shapes and types are used.
+    """
+    layouts = [Layout.of(dict(feeds)) for feeds in microbatches]
+    found: list[Footprint] = []
+    for number, feeds in enumerate(microbatches):
+        first = layouts.index(layouts[number])
+        found.append(found[first] if first < number else take_footprint(chunk, feeds, (chunk.delay_wgrad,)))
+    return found
+
+
+def _by_adjoint(issue: Issue) -> tuple[Kind, Mapping[Ref, int]]:
+    return Kind(issue.stage.key, Source.FORWARD, False, False), {}
+
+
+def _named(source: Source, values: Iterable[Ids]) -> dict[Ref, int]:
+    return {Ref(source, place, part): key for place, ids in enumerate(values) for part, key in enumerate(ids)}
+
+
+def _ids(refs: Iterable[Ref], env: Mapping[Ref, int]) -> Ids:
+    return tuple(OUTSIDE if ref == OUTSIDE_REF else env[ref] for ref in refs)
+
+
+def _give(issue: Issue, facts: Facts, env: Mapping[Ref, int], held: Held) -> None:
+    for piece, refs in zip(issue.gives, facts.gives, strict=True):
+        if piece is not None and refs is not None:
+            held.grads[piece] = _ids(refs, env)

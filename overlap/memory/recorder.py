@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from overlap.engine import MicrobatchState
-from overlap.ir import Op
+from overlap.ir import Op, StageKey
 from overlap.lower import Issue, Key
 from overlap.memory.bins import Border, Claims, Usage, sum_bins
 from overlap.memory.gap import Gap, slot_text
-from overlap.memory.tracker import StorageTracker, pending_tensors
+from overlap.memory.tracker import Pending, StorageTracker, pending_tensors
 
 
 class MemoryRecorder:
@@ -23,7 +24,9 @@ class MemoryRecorder:
     def __init__(self, tracker: StorageTracker, gaps: Sequence[Gap]) -> None:
         self._tracker = tracker
         self._gaps = gaps
-        self._owners: dict[int, MicrobatchState] = {}
+        # The tables, not their owners: they are empty after the step, so nothing lives longer for having been watched.
+        self._values: dict[int, Mapping[Key, Any]] = {}
+        self._pending: dict[int, Mapping[StageKey, Pending]] = {}
         self._curve: list[Border] = []
 
     @property
@@ -33,23 +36,26 @@ class MemoryRecorder:
 
     def before(self, issue: Issue, owner: MicrobatchState) -> None:
         """Births belong to this slot from now on."""
-        self._owners[owner.number] = owner
+        self._values[owner.number] = owner.values
+        self._pending[owner.number] = owner.pending
         self._tracker.current = issue.slot.op
 
     def after(self, issue: Issue, owner: MicrobatchState) -> None:
         """Sum what is alive."""
         self._tracker.current = Op.CALL
+        # A copy: garbage collection may end lives at any time.
         live = dict(self._tracker.live)
-        claims = [self._claims(state) for state in self._owners.values()]
+        claims = [self._claims(number) for number in self._values]
         self._curve.append(Border(slot=slot_text(issue, owner.number), bytes=sum_bins(live, claims)))
 
-    def _claims(self, owner: MicrobatchState) -> Claims:
-        gap = self._gaps[owner.number]
+    def _claims(self, number: int) -> Claims:
+        gap = self._gaps[number]
         return Claims(
-            segment_inputs=self._ids(owner, gap.segment_inputs),
-            pinned=self._ids(owner, gap.pinned),
-            pending=self._tracker.ids_of(pending_tensors(owner)),
+            segment_inputs=self._ids(number, gap.segment_inputs),
+            pinned=self._ids(number, gap.pinned),
+            pending=self._tracker.ids_of(pending_tensors(self._pending[number].values())),
         )
 
-    def _ids(self, owner: MicrobatchState, keys: Iterable[Key]) -> list[int]:
-        return self._tracker.ids_of([owner.values[key] for key in keys if key in owner.values])
+    def _ids(self, number: int, keys: Iterable[Key]) -> list[int]:
+        values = self._values[number]
+        return self._tracker.ids_of([values[key] for key in keys if key in values])

@@ -7,7 +7,7 @@ frees within itself is invisible.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,22 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from overlap.engine import MicrobatchState
 from overlap.ir import Op
+from overlap.lower import Piece
 from overlap.memory.bins import Storage
+from recompute.wgrad import WeightGradients
 
 OUTSIDE = -1
 """Id of a storage that was not born under the tracker: feeds, parameters, buffers."""
+
+
+Pending = tuple[WeightGradients, list[tuple[Tensor, Piece]]]
+BytesOf = Callable[[Callable[..., Any], Sequence[Any], torch.UntypedStorage], int]
+
+
+def bytes_of(func: Callable[..., Any], args: Sequence[Any], storage: torch.UntypedStorage) -> int:
+    """Size of a storage: what it says itself."""
+    return storage.nbytes()
 
 
 def tensors_of(value: object) -> list[Tensor]:
@@ -28,15 +38,24 @@ def tensors_of(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
 
 
-def pending_tensors(owner: MicrobatchState) -> list[Tensor]:
-    """What a microbatch's pending weight gradients wait with: weights, and the tensors they are computed from."""
-    items = [item for collector, _ in owner.pending.values() for item in collector.pending]
-    leaves = [leaf for _, values in owner.pending.values() for leaf, _ in values]
-    return tensors_of([leaves, [(item.weight, item.tensors) for item in items]])
+def pending_tensors(pending: Iterable[Pending]) -> list[Tensor]:
+    """What weight gradients wait with: the weights, and the tensors that they are computed from.
+
+    Args:
+        pending: Entries of MicrobatchState.pending.
+    """
+    waiting = [
+        ([(item.weight, item.tensors) for item in collector.pending], [leaf for leaf, _ in leaves])
+        for collector, leaves in pending
+    ]
+    return tensors_of(waiting)
 
 
 class StorageTracker(TorchDispatchMode):
     """Use as a context; ids are never used twice.
+
+    Args:
+        bytes_of: Size of a storage that an operator returned, from the operator, its arguments and the storage.
 
     Attributes:
         live: Every live storage, by id.
@@ -44,8 +63,9 @@ class StorageTracker(TorchDispatchMode):
         slot_peak: Bytes; highest live sum reached inside a slot, its temporaries included.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_of: BytesOf = bytes_of) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._bytes_of = bytes_of
         self.live: dict[int, Storage] = {}
         self.current = Op.CALL
         self.slot_peak = 0
@@ -68,14 +88,8 @@ class StorageTracker(TorchDispatchMode):
             storage = tensor.untyped_storage()
             # A storage that the operator was given and nobody saw before is a feed's or a parameter's.
             if storage._cdata in self._ids or storage._cdata not in inputs:
-                self._note(storage, self.size_of(func, args, keywords, storage))
+                self._note(storage, self._bytes_of(func, args, storage))
         return result
-
-    def size_of(
-        self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], storage: torch.UntypedStorage
-    ) -> int:
-        """Bytes of a storage that `func` returned."""
-        return storage.nbytes()
 
     def _note(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         address = storage._cdata

@@ -13,6 +13,7 @@ from overlap.model.config import Attention, ModelConfig
 from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
+from overlap.model.sequences import Sequences
 
 
 class LatentAttention(nn.Module):
@@ -40,17 +41,17 @@ class LatentAttention(nn.Module):
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
         self.output = Linear(config.heads * config.value_dim, config.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, C] -> [B, S, C]."""
+    def forward(self, x: Tensor, sequences: Sequences = Sequences()) -> Tensor:
+        """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
         q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
         latent, k_rope = _split(self.latent(x), config.rope_dim)
         expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
         k_nope, value = _split(expanded, config.value_dim)
-        k_rope = self.rotary(k_rope.unsqueeze(1)).expand_as(q_rope)
-        query = torch.cat((q_nope, self.rotary(q_rope)), -1)
+        k_rope = self.rotary(k_rope.unsqueeze(1), sequences.positions).expand_as(q_rope)
+        query = torch.cat((q_nope, self.rotary(q_rope, sequences.positions)), -1)
         drop = config.attention_dropout if self.training else 0.0
-        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop)
+        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop, sequences.mask(x))
         result: Tensor = self.output(mixed)
         return result
 
@@ -67,14 +68,14 @@ class GroupedQueryAttention(nn.Module):
         self.value = Linear(config.hidden, config.kv_heads * config.head_dim)
         self.output = Linear(config.heads * config.head_dim, config.hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[B, S, C] -> [B, S, C]."""
+    def forward(self, x: Tensor, sequences: Sequences = Sequences()) -> Tensor:
+        """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
-        query = self.rotary(_heads(self.query(x), config.heads))
-        key = self.rotary(_heads(self.key(x), config.kv_heads))
+        query = self.rotary(_heads(self.query(x), config.heads), sequences.positions)
+        key = self.rotary(_heads(self.key(x), config.kv_heads), sequences.positions)
         value = _heads(self.value(x), config.kv_heads)
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(_attend(query, key, value, drop))
+        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
         return result
 
 
@@ -94,9 +95,13 @@ def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     return x[..., :-last], x[..., -last:]
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """Causal attention over [B, H, S, d]; key and value may have fewer heads. Returns [B, S, H*d]."""
+def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
+    """Attention over [B, H, S, d], causal or as `mask` [B, 1, S, S] allows; returns [B, S, H*d].
+
+    Key and value may have fewer heads.
+    """
+    shared_heads = key.shape[1] != query.shape[1]
     mixed = F.scaled_dot_product_attention(
-        query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=key.shape[1] != query.shape[1]
+        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads
     )
     return mixed.transpose(1, 2).flatten(-2)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from enum import StrEnum
 
-from recompute.errors import ConfigError
+from overlap.model.config_rules import check_config
 
 
 class Attention(StrEnum):
@@ -105,6 +104,30 @@ class ModelConfig:
     """Use the embedding as the output matrix too."""
     per_token_loss: bool = False
     """Loss of a microbatch: False the mean over its tokens, True the sum (the step divides by all tokens)."""
+    mhc: int | None = None
+    """Residual streams, joined by manifold-constrained hyper-connections; None: one stream and plain additions."""
+    mhc_iterations: int = 20
+    """Sinkhorn iterations of the residual mapping."""
+    mhc_epsilon: float = 1e-6
+    """Added to what the mappings divide by, and to the mappings themselves."""
+    mtp: int = 0
+    """Multi-token prediction depths; depth d predicts the token d places behind the next one."""
+    mtp_repeat: bool = False
+    """All depths use one and the same layer."""
+    mtp_dense: bool = False
+    """The depths' layers are dense."""
+    mtp_widths: tuple[int, ...] = ()
+    """Inner feed-forward width (dense, or of an expert) of each depth; empty: the decoder's."""
+    mtp_scale: float = 0.1
+    """Weight of the mean of the depths' losses."""
+    mtp_detach: bool = False
+    """The depths' losses train the depths alone: hidden states, embedding and output matrix are read detached."""
+    padding: bool = False
+    """A feed `padding_mask` says which tokens are padding: not attended to, not routed, not counted."""
+    packed: bool = False
+    """Rows hold several sequences: feeds `cu_seqlens` (their ends) and `positions` (for the rotary embedding)."""
+    labels: bool = True
+    """A feed `labels` holds the targets; False: they are derived from the ids."""
     norm_eps: float = 1e-6
     """Added to the mean square in RMSNorm."""
     rope_base: float = 10000.0
@@ -115,86 +138,8 @@ class ModelConfig:
     """Parameter and activation type; the router computes in float32, or float64 in a float64 model."""
 
     def __post_init__(self) -> None:
-        _check_types(self)
-        _check_unused(self)
-        _check_relations(self)
+        check_config(self, ENUMS)
 
 
-_COUNTS = {"layers": 0, "dense_layers": 0, "q_rank": 0, "shared_width": 0}
-"""Smallest allowed value of the integer fields where it is not 1."""
-_ENUMS: dict[str, type[StrEnum]] = {"attention": Attention, "score": Score, "dtype": DType}
-_BELOW_ONE = ("jitter", "dropout", "attention_dropout")
-_POSITIVE = ("route_scale", "norm_eps", "rope_base")
-_NOT_NEGATIVE = ("aux_coefficient", "z_coefficient", "bias_rate")
-
-
-def _check_types(config: ModelConfig) -> None:
-    for name, field in ModelConfig.__dataclass_fields__.items():
-        value = getattr(config, name)
-        if field.type == "int":
-            _check_count(name, value, _COUNTS.get(name, 1))
-        elif field.type == "float":
-            _check_number(name, value)
-        elif field.type == "bool" and type(value) is not bool:
-            raise ConfigError(field=name, value=value, rule="must be True or False")
-    for name, kind in _ENUMS.items():
-        object.__setattr__(config, name, _member(name, getattr(config, name), kind))
-
-
-def _check_count(name: str, value: object, minimum: int) -> None:
-    # bool is an int to Python; True layers is a mistake
-    if type(value) is not int or value < minimum:
-        raise ConfigError(field=name, value=value, rule=f"must be an integer, {minimum} or more")
-
-
-def _check_number(name: str, value: object) -> None:
-    if (type(value) is not float and type(value) is not int) or not math.isfinite(value):
-        raise ConfigError(field=name, value=value, rule="must be a finite number")
-    if name in _BELOW_ONE and not 0 <= value < 1:
-        raise ConfigError(field=name, value=value, rule="must be at least 0 and below 1")
-    if name in _POSITIVE and value <= 0:
-        raise ConfigError(field=name, value=value, rule="must be above 0")
-    if name in _NOT_NEGATIVE and value < 0:
-        raise ConfigError(field=name, value=value, rule="must be 0 or more")
-
-
-def _member(name: str, value: object, kind: type[StrEnum]) -> StrEnum:
-    if name == "dtype" and value == "float16":
-        rule = "float16 is refused: its gradients need a loss scaler, which the step does not have; use bfloat16"
-        raise ConfigError(field=name, value=value, rule=rule)
-    if value not in [str(member) for member in kind]:
-        raise ConfigError(field=name, value=value, rule="must be one of " + ", ".join(kind))
-    return kind(value)
-
-
-_OTHER_KIND = {
-    Attention.MLA: ("kv_heads", "head_dim"),
-    Attention.GQA: ("q_rank", "kv_rank", "nope_dim", "rope_dim", "value_dim"),
-}
-"""Fields that only the other kind of attention reads."""
-
-
-def _check_unused(config: ModelConfig) -> None:
-    for name in _OTHER_KIND[config.attention]:
-        if getattr(config, name) != ModelConfig.__dataclass_fields__[name].default:
-            rule = f"has no effect with attention {config.attention}: leave it at its default"
-            raise ConfigError(field=name, value=getattr(config, name), rule=rule)
-
-
-def _check_relations(config: ModelConfig) -> None:
-    group = config.experts // config.expert_groups
-    rules = (
-        ("dense_layers", config.dense_layers <= config.layers, f"must not exceed layers ({config.layers})"),
-        ("kv_heads", config.heads % config.kv_heads == 0, f"must divide heads ({config.heads})"),
-        ("rope_dim", config.rope_dim % 2 == 0, "must be even"),
-        ("head_dim", config.head_dim % 2 == 0, "must be even"),
-        ("topk", config.topk <= config.experts, f"must not exceed experts ({config.experts})"),
-        ("expert_groups", config.experts % config.expert_groups == 0, f"must divide experts ({config.experts})"),
-        ("topk_groups", config.topk_groups <= config.expert_groups,
-         f"must not exceed expert_groups ({config.expert_groups})"),
-        ("topk", config.topk <= config.topk_groups * group,
-         f"must not exceed the experts of topk_groups groups ({config.topk_groups * group})"),
-    )  # fmt: skip
-    for name, holds, rule in rules:
-        if not holds:
-            raise ConfigError(field=name, value=getattr(config, name), rule=rule)
+ENUMS: dict[str, type[StrEnum]] = {"attention": Attention, "score": Score, "dtype": DType}
+"""Fields that hold a member of an enum, and also take its text."""

@@ -47,6 +47,6 @@ class GroupedExperts(nn.Module):
         Returns:
             [N, C] of rows' type.
         """
-        gate, up = grouped_linear(rows, self.gate_up, routing.counts).chunk(2, -1)
+        gate, up = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers).chunk(2, -1)
         weighted = (F.silu(gate) * up * probs.unsqueeze(-1)).to(rows.dtype)
-        return grouped_linear(weighted, self.down, routing.counts)
+        return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)

@@ -18,36 +18,42 @@ _ALIGNMENT = 16
 
 
 @torch.library.custom_op("overlap::grouped_mm", mutates_args=())
-def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
     Args:
         x: [N, I], sorted by expert.
         weight: [E, I, O], of x's type; any strides.
-        counts: [E] int64, rows per expert, summing to N.
+        counts: [E] int64, rows per expert.
+        covers: Whether the counts sum to N; if not, the rows behind them belong to no expert.
 
     Returns:
-        [N, O].
+        [N, O]; zeros in the rows of no expert.
 
     Raises:
-        ValueError: The counts do not sum to N (checked where they are on the host).
+        ValueError: The counts do not sum to N, or exceed it (checked where they are on the host).
     """
     if _device_kernel(x, weight.shape[1], weight.shape[2]):
-        return F.grouped_mm(x, weight, offs=_ends(counts))
+        out = F.grouped_mm(x, weight, offs=_ends(counts))
+        rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
+        return out if covers else out.masked_fill_(rows >= counts.sum(), 0)
     out = x.new_empty(x.shape[0], weight.shape[2])
-    for expert, (start, end) in enumerate(_spans(counts, x.shape[0])):
+    spans = _spans(counts, x.shape[0], covers)
+    for expert, (start, end) in enumerate(spans):
         torch.mm(x[start:end], weight[expert], out=out[start:end])
+    out[spans[-1][1] :] = 0
     return out
 
 
 @torch.library.custom_op("overlap::grouped_mm_wgrad", mutates_args=())
-def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     """Gradient of grouped_mm's weight: x^T grad over the rows of each expert, exact zeros where it has none.
 
     Args:
         x: [N, I], sorted by expert.
         grad: [N, O].
         counts: [E] int64.
+        covers: As for grouped_mm.
 
     Returns:
         [E, I, O].
@@ -58,18 +64,18 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
     if _device_kernel(x, x.shape[1], grad.shape[1]):
         return F.grouped_mm(x.t(), grad, offs=_ends(counts))
     out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
-    for expert, (start, end) in enumerate(_spans(counts, x.shape[0])):
+    for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
         torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
     return out
 
 
 @grouped_mm.register_fake
-def _(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def _(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
 @grouped_mm_wgrad.register_fake
-def _(x: Tensor, grad: Tensor, counts: Tensor) -> Tensor:
+def _(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
 
 
@@ -83,8 +89,8 @@ def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0, dtype=torch.int32)
 
 
-def _spans(counts: Tensor, rows: int) -> list[tuple[int, int]]:
+def _spans(counts: Tensor, rows: int, covers: bool) -> list[tuple[int, int]]:
     ends = list(accumulate(counts.tolist(), initial=0))
-    if ends[-1] != rows:
+    if ends[-1] > rows or (covers and ends[-1] != rows):
         raise ValueError(f"grouped product: counts sum to {ends[-1]} for {rows} rows")
     return list(pairwise(ends))

@@ -5,6 +5,8 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -12,36 +14,98 @@ from overlap.model.config import ModelConfig
 from overlap.model.linear import Linear, linear
 from overlap.model.norm import RMSNorm
 from overlap.model.precision import wide_dtype
+from overlap.model.residual import make_contraction
+from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
 
 IGNORED = -100
 """Label of a position without loss."""
 
 
-class Head(nn.Module):
+class AnyHead(nn.Module):
+    """Contraction of the streams, final norm, logits, losses of the main model and of every MTP depth."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.contraction = make_contraction(config)
+        self.norm = RMSNorm(config.hidden, config.norm_eps)
+
+    @property
+    def feeds(self) -> tuple[str, ...]:
+        """What forward() reads of the feeds: the targets, and where sequences end if targets are to be moved."""
+        moves = self.config.mtp > 0 or not self.config.labels
+        targets = "labels" if self.config.labels else "ids"
+        return (targets, *(sequence_feeds(self.config) if moves else ()))
+
+    @property
+    def loss_names(self) -> tuple[str, ...]:
+        """What forward() returns: `loss`, then `mtp1_loss`, `mtp2_loss`, ..."""
+        return ("loss", *(f"mtp{depth + 1}_loss" for depth in range(self.config.mtp)))
+
+    def loss_weight(self, name: str) -> float:
+        """Factor on one of them in the objective."""
+        return 1.0 if name == "loss" else self.config.mtp_scale / self.config.mtp
+
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """The output matrix [V, C]."""
+        raise NotImplementedError
+
+    def forward(self, state: Tensor, *reads: Tensor) -> Any:
+        """Losses of a microbatch: scalars, float32 or wider.
+
+        Args:
+            state: Of the last decoder layer, [B, S, C] or [B, S, n, C].
+            reads: The output [B, S, C] of each MTP depth, the feeds, and the output matrix [V, C] if it is tied.
+        """
+        config = self.config
+        depths, rest = reads[: config.mtp], reads[config.mtp :]
+        feeds, tied = rest[: len(self.feeds)], rest[len(self.feeds) :]
+        weight = self.matrix(*tied)
+        sequences = as_sequences(self.feeds[1:], feeds[1:])
+        labels = feeds[0] if config.labels else derived_labels(feeds[0], sequences)
+        logits = linear(self.norm(self.contraction(state)), weight)
+        losses = [token_loss(logits, labels, per_token=config.per_token_loss)]
+        for depth, output in enumerate(depths, start=1):
+            logits = linear(output, weight.detach() if config.mtp_detach else weight)
+            mean = token_loss(logits, labels_ahead(labels, sequences, depth), per_token=False)
+            losses.append(mean * (labels != IGNORED).sum() if config.per_token_loss else mean)
+        return tuple(losses) if config.mtp else losses[0]
+
+
+class Head(AnyHead):
     """Output matrix of its own."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
+        super().__init__(config)
         self.projection = Linear(config.hidden, config.vocab)
 
-    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Loss of a microbatch: hidden [B, S, C], labels [B, S] int64 -> scalar, float32 or wider."""
-        return token_loss(self.projection(self.norm(hidden)), labels, per_token=self.config.per_token_loss)
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """Its own."""
+        return self.projection.weight
 
 
-class TiedHead(nn.Module):
+class TiedHead(AnyHead):
     """Output matrix handed in: the embedding."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.norm = RMSNorm(config.hidden, config.norm_eps)
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """The one handed in."""
+        (weight,) = tied
+        return weight
 
-    def forward(self, hidden: Tensor, labels: Tensor, weight: Tensor) -> Tensor:
-        """Loss of a microbatch: hidden [B, S, C], labels [B, S] int64, weight [V, C] -> scalar."""
-        return token_loss(linear(self.norm(hidden), weight), labels, per_token=self.config.per_token_loss)
+
+def derived_labels(ids: Tensor, sequences: Sequences) -> Tensor:
+    """The next token of each token's sequence, IGNORED at its end and at padding: [B, S] int64."""
+    labels = sequences.ahead(ids, 1, fill=IGNORED)
+    mask = sequences.padding_mask
+    if mask is None:
+        return labels
+    return labels.masked_fill(mask | sequences.ahead(mask, 1, fill=True), IGNORED)
+
+
+def labels_ahead(labels: Tensor, sequences: Sequences, depth: int) -> Tensor:
+    """Targets of an MTP depth: labels moved `depth` places, IGNORED past the sequence's end and at padding."""
+    moved = sequences.ahead(labels, depth, fill=IGNORED)
+    return moved if sequences.padding_mask is None else moved.masked_fill(sequences.padding_mask, IGNORED)
 
 
 def token_loss(logits: Tensor, labels: Tensor, *, per_token: bool) -> Tensor:

@@ -6,9 +6,17 @@ import torch
 from torch import nn
 
 
+class OwnInit(nn.Module):
+    """A module that says itself where its vectors start."""
+
+    def reset(self) -> None:
+        """Fill them; called under no_grad, after all parameters were filled by the general rule."""
+        raise NotImplementedError
+
+
 @torch.no_grad()
 def init_weights(model: nn.Module, seed: int) -> None:
-    """Fill every parameter: matrices normal with variance 1/(inner width), norms with ones.
+    """Fill every parameter: matrices normal with variance 1/(inner width), vectors with ones or as OwnInit says.
 
     A matrix is [outer, inner] or [experts, inner, outer]; the embedding [vocab, hidden] counts as the former. The same
     seed gives the same numbers (rounded) in every type and on every device.
@@ -24,3 +32,6 @@ def init_weights(model: nn.Module, seed: int) -> None:
         else:
             drawn = torch.empty(parameter.shape, dtype=torch.float32).normal_(generator=generator)
             parameter.copy_(drawn * parameter.shape[1] ** -0.5)
+    for module in model.modules():
+        if isinstance(module, OwnInit):
+            module.reset()

@@ -6,7 +6,8 @@ Legend: B sequences, S positions, C hidden, T = B*S tokens, k experts per token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -18,10 +19,38 @@ from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
 from overlap.model.norm import RMSNorm
 from overlap.model.permute import permute, reorder, unpermute, unpermute_adjoint
+from overlap.model.residual import make_residual
 from overlap.model.rope import Rotary
 from overlap.model.router import Router
+from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
+from overlap.model.weights import Weights
 
 Gradients = Sequence[Tensor | None]
+
+
+class Entry(Protocol):
+    """What a layer's first stage does before attention."""
+
+    @property
+    def modules(self) -> Sequence[nn.Module]:
+        """The modules whose parameters it uses."""
+
+    def __call__(self, *reads: Tensor) -> tuple[Tensor, Sequences]:
+        """The residual state that the layer works on, and what attention and router need to know of its tokens."""
+
+
+class DecoderEntry:
+    """The state as the layer before left it."""
+
+    modules: Sequence[nn.Module] = ()
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._feeds = sequence_feeds(config)
+
+    def __call__(self, *reads: Tensor) -> tuple[Tensor, Sequences]:
+        """Take the state and the feeds that describe the tokens."""
+        hidden, *feeds = reads
+        return hidden, as_sequences(self._feeds, feeds)
 
 
 class AttentionBlock(nn.Module):
@@ -30,8 +59,10 @@ class AttentionBlock(nn.Module):
     def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
         super().__init__()
         self.config = config
+        self.residual = make_residual(config)
         self.norm = RMSNorm(config.hidden, config.norm_eps)
         self.attention = ATTENTIONS[config.attention](config, rotary)
+        self.ffn_residual = make_residual(config)
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
 
     @property
@@ -39,11 +70,12 @@ class AttentionBlock(nn.Module):
         """Whether forward draws random numbers in training."""
         return self.config.dropout > 0 or self.config.attention_dropout > 0
 
-    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """[B, S, C] -> the residual stream and the feed-forward's input, both [B, S, C]."""
-        update = self.attention(self.norm(hidden))
-        residual = hidden + dropout(update, self.config.dropout, training=self.training)
-        return residual, self.ffn_norm(residual)
+    def forward(self, state: Tensor, sequences: Sequences) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Residual state -> the feed-forward's input [B, S, C], and what `ffn_residual.merge` needs."""
+        x, carried = self.residual.split(state)
+        update = self.attention(self.norm(x), sequences)
+        x, carried = self.ffn_residual.split(self.residual.merge(update, *carried))
+        return self.ffn_norm(x), carried
 
 
 class DenseLayer(nn.Module):
@@ -55,27 +87,41 @@ class DenseLayer(nn.Module):
         self.attn = AttentionBlock(config, rotary)
         self.ffn = SwiGLU(config.hidden, config.ffn_width)
 
-    def build(self, b: ProgramBuilder, hidden: Value) -> Value:
-        """Add this layer's stages to the builder's current layer; `hidden` [B, S, C] in and out."""
-        residual, ffn_input = b.compute(
-            "attn", self.attn, hidden, outputs=("residual", "ffn_input"), wgrad=True,
-            draws_rng=self.attn.draws_rng, parameters=self.attn.parameters(),
+    def build(self, b: ProgramBuilder, weights: Weights, entry: Entry, reads: Sequence[Value]) -> Value:
+        """Add this layer's stages to the builder's current layer.
+
+        Args:
+            b: The builder.
+            weights: Says which parameters are values.
+            entry: What comes before attention.
+            reads: What it reads.
+
+        Returns:
+            The residual state, [B, S, C] or [B, S, n, C].
+        """
+        attn = weights.bind(partial(self.attend, entry), reads, (*entry.modules, self.attn))
+        residual = self.attn.ffn_residual
+        ffn_input, *carried = b.compute(
+            "attn", attn.forward, *attn.reads, outputs=("ffn_input", *residual.carried), wgrad=True,
+            draws_rng=self.attn.draws_rng, parameters=attn.parameters,
         )  # fmt: skip
+        ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
-            "experts", self.ffn, ffn_input, outputs=("ffn_output",), wgrad=True, parameters=self.ffn.parameters()
+            "experts", ffn.forward, *ffn.reads, outputs=("ffn_output",), wgrad=True, parameters=ffn.parameters
         )
         (out,) = b.compute(
-            "post", self.post, update, residual, outputs=("hidden",),
-            adjoint=self.post_adjoint, draws_rng=self.config.dropout > 0,
+            "post", residual.merge, update, *carried, outputs=("hidden",),
+            adjoint=self.post_adjoint if residual.linear else None, draws_rng=self.config.dropout > 0,
         )  # fmt: skip
         return out
 
-    def post(self, update: Tensor, residual: Tensor) -> Tensor:
-        """Add the feed-forward's output to the residual stream, both [B, S, C]."""
-        return dropout(update, self.config.dropout, training=self.training) + residual
+    def attend(self, entry: Entry, *reads: Tensor) -> tuple[Tensor, ...]:
+        """Stage `attn`: the feed-forward's input [B, S, C], and what the residual carries past it."""
+        ffn_input, carried = self.attn(*entry(*reads))
+        return (ffn_input, *carried)
 
     def post_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
-        """Backward of post(): draws the same noise, reads no activation (R8)."""
+        """Backward of a plain residual's merge(): draws the same noise, reads no activation (R8)."""
         (grad,) = grads
         if grad is None:
             return None, None
@@ -95,78 +141,96 @@ class MoELayer(nn.Module):
         # a list of none or one: the stages then need no second form
         self.shared = nn.ModuleList([SwiGLU(config.hidden, config.shared_width)] if config.shared_width else [])
 
-    def build(self, b: ProgramBuilder, hidden: Value) -> Value:
-        """Add this layer's stages to the builder's current layer; `hidden` [B, S, C] in and out."""
-        values = self._build_attn(b, hidden)
-        shared = tuple(
-            b.compute(
-                "shared", expert, values["ffn_input"], outputs=("shared",), wgrad=True, parameters=expert.parameters()
-            )[0]
-            for expert in self.shared
-        )
+    def build(self, b: ProgramBuilder, weights: Weights, entry: Entry, reads: Sequence[Value]) -> Value:
+        """Add this layer's stages to the builder's current layer; see DenseLayer.build."""
+        values = self._build_attn(b, weights, entry, reads)
+        shared = self._build_shared(b, weights, values)
         transport, routing = self.transport, values["routing"]
         tokens, probs = b.comm(
             "dispatch", transport.dispatch, values["tokens"], values["probs"], routing,
             outputs=("dispatched", "dispatched_probs"), adjoint=transport.dispatch_adjoint,
         )  # fmt: skip
+        experts = weights.bind(self.experts, (tokens, probs, routing), (self.experts,))
         (rows,) = b.compute(
-            "experts", self.experts, tokens, probs, routing,
-            outputs=("expert_output",), wgrad=True, parameters=self.experts.parameters(),
+            "experts", experts.forward, *experts.reads,
+            outputs=("expert_output",), wgrad=True, parameters=experts.parameters,
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, outputs=("combined",), adjoint=transport.combine_adjoint
         )
+        residual = self.attn.ffn_residual
+        carried = (values[name] for name in residual.carried)
         (out,) = b.compute(
-            "post", self.post, combined, values["residual"], routing, *shared,
-            outputs=("hidden",), adjoint=self.post_adjoint, draws_rng=self.config.dropout > 0,
+            "post", self.post, combined, routing, *carried, *shared, outputs=("hidden",),
+            adjoint=self.post_adjoint if residual.linear else None, draws_rng=self.config.dropout > 0,
         )  # fmt: skip
         return out
 
-    def attend_and_route(self, hidden: Tensor, pinned: tuple[Routing] | None = None) -> tuple[Any, ...]:
-        """Stage `attn`: attention, router, permutation.
+    def attend_and_route(self, entry: Entry, *reads: Tensor, pinned: tuple[Routing] | None = None) -> tuple[Any, ...]:
+        """Stage `attn`: what the entry does, attention, router, permutation.
 
         Args:
-            hidden: [B, S, C].
+            entry: What comes before attention.
+            reads: What it reads.
             pinned: (routing,) of the first pass in a replay.
 
         Returns:
-            tokens [T*k, C] and probs [T*k] in expert order, residual [B, S, C], ffn_input [B, S, C] if a shared
-            expert reads it, the router's losses, routing, counts [E].
+            tokens [T*k, C] and probs [T*k] in expert order, what the residual carries to `post`, ffn_input [B, S, C]
+            if a shared expert reads it, the router's losses, routing, counts [E].
         """
-        residual, ffn_input = self.attn(hidden)
+        state, sequences = entry(*reads)
+        ffn_input, carried = self.attn(state, sequences)
         flat = ffn_input.flatten(0, 1)
-        probs, routing, losses = self.router(flat, None if pinned is None else pinned[0])
+        mask = sequences.padding_mask
+        probs, routing, losses = self.router(
+            flat, None if pinned is None else pinned[0], padding=None if mask is None else mask.flatten()
+        )
         shared_input = (ffn_input,) if self.config.shared_width else ()
         tokens = permute(flat, routing)
-        return (tokens, reorder(probs, routing), residual, *shared_input, *losses, routing, routing.counts)
+        return (tokens, reorder(probs, routing), *carried, *shared_input, *losses, routing, routing.counts)
 
-    def post(self, combined: Tensor, residual: Tensor, routing: Routing, *shared: Tensor) -> Tensor:
-        """Sum each token's rows [T*k, C] and the shared expert's output, add to the residual stream [B, S, C]."""
-        update = unpermute(combined, routing).view_as(residual)
+    def post(self, combined: Tensor, routing: Routing, *others: Tensor) -> Tensor:
+        """Sum each token's rows [T*k, C] and the shared expert's output, merge into the residual state."""
+        residual = self.attn.ffn_residual
+        carried, shared = others[: len(residual.carried)], others[len(residual.carried) :]
+        update = unpermute(combined, routing).view(*carried[0].shape[:2], combined.shape[-1])
         for output in shared:
             update = update + output
-        return dropout(update, self.config.dropout, training=self.training) + residual
+        return residual.merge(update, *carried)
 
     def post_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, ...]:
-        """Backward of post(): reads routing, draws the same noise, reads no activation (R8)."""
+        """Backward of post() with a plain residual: reads routing, draws the same noise, reads no activation (R8)."""
         (grad,) = grads
         routing: Routing = pinned[0]
         if grad is None:
             return (None,) * (3 + len(self.shared))
         update = dropout(grad, self.config.dropout, training=self.training)
         rows = unpermute_adjoint(update.flatten(0, 1), routing)
-        return (rows, grad, None, *(update for _ in self.shared))
+        return (rows, None, grad, *(update for _ in self.shared))
 
-    def _build_attn(self, b: ProgramBuilder, hidden: Value) -> dict[str, Value]:
+    def _build_attn(
+        self, b: ProgramBuilder, weights: Weights, entry: Entry, reads: Sequence[Value]
+    ) -> dict[str, Value]:
         shared_input = ("ffn_input",) if self.config.shared_width else ()
-        outputs = ("tokens", "probs", "residual", *shared_input, *self.router.loss_names)
+        carried = self.attn.ffn_residual.carried
+        outputs = ("tokens", "probs", *carried, *shared_input, *self.router.loss_names)
         nondiff = ("routing", "counts")
+        bound = weights.bind(partial(self.attend_and_route, entry), reads, (*entry.modules, self.attn, self.router))
         written = b.compute(
-            "attn", self.attend_and_route, hidden, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
+            "attn", bound.forward, *bound.reads, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
             effects=self.router.effects, draws_rng=self.attn.draws_rng or self.config.jitter > 0,
-            parameters=(*self.attn.parameters(), *self.router.parameters()),
+            parameters=bound.parameters,
         )  # fmt: skip
         values = dict(zip((*outputs, *nondiff), written, strict=True))
         for name in self.router.loss_names:
             b.loss(values[name])
         return values
+
+    def _build_shared(self, b: ProgramBuilder, weights: Weights, values: dict[str, Value]) -> tuple[Value, ...]:
+        outputs: list[Value] = []
+        for module in self.shared:
+            bound = weights.bind(module, (values["ffn_input"],), (module,))
+            outputs += b.compute(
+                "shared", bound.forward, *bound.reads, outputs=("shared",), wgrad=True, parameters=bound.parameters
+            )
+        return tuple(outputs)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from overlap.model.custom import apply
 from overlap.model.grouped import grouped_mm, grouped_mm_wgrad
-from recompute.wgrad import weight_gradient
+from recompute.wgrad import is_left_out, late_weight_gradient, weight_gradient
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -28,21 +28,22 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., O].
     """
-    return apply(_Linear, x, weight)
+    return apply(_Linear, x, *_graph_inputs(x, weight))
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, covers: bool = True) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
     Args:
         x: [T, I], sorted by expert; T may be 0.
         weight: [E, I, O]; an expert without rows gets a gradient of exact zeros.
         counts: [E] int64, summing to T.
+        covers: False: the counts may sum to less; the rows behind them belong to no expert.
 
     Returns:
-        [T, O].
+        [T, O]; zeros in the rows of no expert.
     """
-    return apply(_GroupedLinear, x, weight, counts)
+    return apply(_GroupedLinear, x, *_graph_inputs(x, weight), counts, covers)
 
 
 class Linear(nn.Module):
@@ -57,36 +58,63 @@ class Linear(nn.Module):
         return linear(x, self.weight)
 
 
+class _LateWeight:
+    """A weight outside the graph: Function.apply does not look inside."""
+
+    __slots__ = ("weight",)
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, late: _LateWeight | None, anchor: Tensor | None) -> Tensor:
         x = _cast(x)
-        _save(ctx, x, weight)
+        _save(ctx, x, weight, late)
         return F.linear(x, _cast(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
-        return grad_x, _gradient(ctx, _linear_wgrad, x, grad)
+        return grad_x, _gradient(ctx, _linear_wgrad, x, grad), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        late: _LateWeight | None,
+        anchor: Tensor | None,
+        counts: Tensor,
+        covers: bool,
+    ) -> Tensor:
         x = _cast(x)
-        _save(ctx, x, weight, counts)
-        product: Tensor = grouped_mm(x, _cast(weight), counts)
+        _save(ctx, x, weight, late, counts)
+        ctx.covers = covers
+        product: Tensor = grouped_mm(x, _cast(weight), counts, covers)
         return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, weight, counts = ctx.saved_tensors
         transposed = weight.to(grad.dtype).transpose(1, 2)
-        grad_x = grouped_mm(grad, transposed, counts) if ctx.needs_input_grad[0] else None
-        return grad_x, _gradient(ctx, _grouped_wgrad, x, grad, counts), None
+        grad_x = grouped_mm(grad, transposed, counts, ctx.covers) if ctx.needs_input_grad[0] else None
+        compute = partial(_grouped_wgrad, covers=ctx.covers)
+        return grad_x, _gradient(ctx, compute, x, grad, counts), None, None, None, None
+
+
+def _graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, _LateWeight | None, Tensor | None]:
+    """The weight as the graph sees it; where it is left out, itself, and what ties the product to the graph."""
+    if not is_left_out(weight):
+        return weight, None, None
+    anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
+    return weight.detach(), _LateWeight(weight), anchor
 
 
 def _cast(x: Tensor) -> Tensor:
@@ -97,17 +125,21 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor, *rest: Tensor) -> None:
+def _save(ctx: Any, x: Tensor, weight: Tensor, late: _LateWeight | None, *rest: Tensor) -> None:
     # the input is kept only for a weight that trains: frozen weights under adapters hold no activation
-    ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, *rest)
+    ctx.save_for_backward(x if ctx.needs_input_grad[1] or late is not None else None, weight, *rest)
     # saved-tensor hooks may hand back a copy; a put-off gradient must find the weight itself
-    ctx.weight = weight
+    ctx.weight = weight if late is None else late.weight
+    ctx.late = late is not None
 
 
 def _gradient(ctx: Any, compute: Any, *tensors: Tensor) -> Tensor | None:
-    if not ctx.needs_input_grad[1]:
+    if not ctx.needs_input_grad[1] and not ctx.late:
         return None
     compute = partial(compute, dtype=ctx.weight.dtype)
+    if ctx.late:
+        late_weight_gradient(ctx.weight, compute, *tensors)
+        return None
     # a weight computed inside the stage (a base weight plus its adapter) has its own backward waiting for it
     return weight_gradient(ctx.weight, compute, *tensors) if ctx.weight.is_leaf else compute(*tensors)
 
@@ -116,6 +148,6 @@ def _linear_wgrad(x: Tensor, grad: Tensor, *, dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).t().mm(x.flatten(0, -2)).to(dtype)
 
 
-def _grouped_wgrad(x: Tensor, grad: Tensor, counts: Tensor, *, dtype: torch.dtype) -> Tensor:
-    gradient: Tensor = grouped_mm_wgrad(x, grad, counts)
+def _grouped_wgrad(x: Tensor, grad: Tensor, counts: Tensor, *, covers: bool, dtype: torch.dtype) -> Tensor:
+    gradient: Tensor = grouped_mm_wgrad(x, grad, counts, covers)
     return gradient.to(dtype)

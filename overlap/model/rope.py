@@ -24,8 +24,16 @@ class Rotary(WideBuffers):
         self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Rotate [..., S, width] by position; computed wide, returned in x's type."""
-        cos, sin = self.cos[: x.shape[-2]], self.sin[: x.shape[-2]]
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Rotate by position; computed wide, returned in x's type.
+
+        Args:
+            x: [..., S, width]; [B, H, S, width] if `positions` are given.
+            positions: [B, S] int64; None: 0 to S-1.
+        """
+        length = x.shape[-2]
+        cos, sin = (
+            table[:length] if positions is None else table[positions].unsqueeze(1) for table in (self.cos, self.sin)
+        )
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -82,22 +82,26 @@ class Router(WideBuffers):
         logs = {"aux": self.log_aux, "z": self.log_z}
         return (("counts", self.count), *((name, logs[name]) for name in self.loss_names))
 
-    def forward(self, x: Tensor, pinned: Routing | None = None) -> Routed:
+    def forward(self, x: Tensor, pinned: Routing | None = None, *, padding: Tensor | None = None) -> Routed:
         """Route tokens.
 
         Args:
             x: [T, C].
             pinned: A choice made before: probabilities and losses are computed at it and nothing is chosen (R7).
+            padding: [T] bool, True where a token is padding: it goes to no expert and has no part in counts and
+                losses. None: there is none.
         """
         logits = self._logits(x)
         scores = logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
-        routing = make_routing(self._choose(scores.detach()), self.config.experts) if pinned is None else pinned
+        if pinned is None:
+            pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding)
+        mean = _MeanOverTokens(padding)
         losses = {"aux": self._aux_loss, "z": self._z_loss}
-        tokens = x.shape[0] if self.config.per_token_loss else 1
+        tokens = mean.count(x) if self.config.per_token_loss else 1
         return Routed(
-            self._probabilities(scores, routing.expert_ids),
-            routing,
-            tuple(losses[name](logits, scores, routing) * tokens for name in self.loss_names),
+            self._probabilities(scores, pinned.expert_ids),
+            pinned,
+            tuple(losses[name](logits, scores, pinned, mean) * tokens for name in self.loss_names),
         )
 
     def count(self, counts: Tensor) -> None:
@@ -148,15 +152,37 @@ class Router(WideBuffers):
             chosen = chosen / (chosen.sum(-1, keepdim=True) + _TINY)
         return chosen * self.config.route_scale
 
-    def _aux_loss(self, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
+    def _aux_loss(self, logits: Tensor, scores: Tensor, routing: Routing, mean: _MeanOverTokens) -> Tensor:
         """E * sum over experts of (share of copies) * (mean normalised score)."""
         config = self.config
-        share = routing.counts.to(scores.dtype) / max(routing.source.shape[0], 1)
-        mean = (scores / (scores.sum(-1, keepdim=True) + _TINY)).mean(0)
-        return (share * mean).sum() * (config.experts * config.aux_coefficient)
+        share = routing.counts.to(scores.dtype) / (mean.count(scores) * config.topk)
+        normalised = mean(scores / (scores.sum(-1, keepdim=True) + _TINY))
+        return (share * normalised).sum() * (config.experts * config.aux_coefficient)
 
-    def _z_loss(self, logits: Tensor, scores: Tensor, routing: Routing) -> Tensor:
-        return logits.logsumexp(-1).square().mean() * self.config.z_coefficient
+    def _z_loss(self, logits: Tensor, scores: Tensor, routing: Routing, mean: _MeanOverTokens) -> Tensor:
+        return mean(logits.logsumexp(-1).square()) * self.config.z_coefficient
+
+
+class _MeanOverTokens:
+    """Mean over the tokens that are no padding.
+
+    Args:
+        padding: [T] bool, or None.
+    """
+
+    def __init__(self, padding: Tensor | None) -> None:
+        self._padding = padding
+
+    def count(self, x: Tensor) -> Tensor | int:
+        """Tokens of x [T, ...], at least 1."""
+        return max(x.shape[0], 1) if self._padding is None else (~self._padding).sum().clamp(min=1)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[T, ...] -> [...]."""
+        if self._padding is None:
+            return x.mean(0)
+        padding = self._padding.view(-1, *(1 for _ in x.shape[1:]))
+        return x.masked_fill(padding, 0).sum(0) / self.count(x)
 
 
 @torch.no_grad()

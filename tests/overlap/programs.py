@@ -153,12 +153,12 @@ class LateLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, w = ctx.saved_tensors
-        compute = weight_gradient(ctx.saved_tensors[1], lambda a, g: a.T @ g, x, grads[0])
-        return grads[0] @ w.T, compute
+        wanted = ctx.needs_input_grad[1]
+        return grads[0] @ w.T, weight_gradient(w, lambda a, g: a.T @ g, x, grads[0]) if wanted else None
 
 
 def late_linear(x: Tensor, w: Tensor) -> Tensor:
-    result: Tensor = LateLinear.apply(x, w)  # type: ignore[no-untyped-call]
+    result: Tensor = LateLinear.apply(x, w)
     return result
 
 
@@ -325,3 +325,21 @@ def _same(left: Tensor | None, right: Tensor | None) -> bool:
 
 def label(key: StageKey) -> str:
     return key[1] if key[0] is None else f"{key[0]}.{key[1]}"
+
+
+class Own(nn.Module):
+    """A module whose program a test writes down: `build(module, builder)`."""
+
+    def __init__(self, build: Callable[[Any, ProgramBuilder], Any], **members: Any) -> None:
+        super().__init__()
+        self.build = build
+        for name, member in members.items():
+            if isinstance(member, Tensor) and not isinstance(member, nn.Parameter):
+                self.register_buffer(name, member)
+            else:
+                setattr(self, name, member)
+
+    def program(self) -> Program:
+        b = ProgramBuilder()
+        self.build(self, b)
+        return b.build()

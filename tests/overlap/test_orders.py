@@ -14,14 +14,24 @@ MULTI_QUEUE = (
 )
 
 
-@pytest.mark.parametrize(("name", "text"), [("plain", "F.* B.* W.*"), ("multi_queue", MULTI_QUEUE)])
-def test_built_in_orders(name: str, text: str) -> None:
-    assert str(get_order(name)) == text
-    assert Order.parse(name, text) == get_order(name)
+def test_plain() -> None:
+    assert str(get_order("plain")) == "F.* B.* W.*"
+
+
+def test_multi_queue() -> None:
+    """The steps of a layer with these stages; attention cut in two and MTP have steps of their own."""
+    words = str(get_order("multi_queue")).split()
+    stages = {"attn", "dispatch", "shared", "experts", "combine", "post"}
+    shown = [word for word in words if word.partition(".")[2] in stages and word[0] in "FB"]
+    assert [word for word in MULTI_QUEUE.split() if word[0] in "FB"] == shown
+    for stage in ("experts", "shared", "attn"):
+        assert words.index(f"W.{stage}") > words.index(f"B.{stage}")
 
 
 def test_names() -> None:
-    assert ORDER_NAMES == ("plain", "multi_queue")
+    assert ORDER_NAMES[:2] == ("plain", "multi_queue")
+    for name in ORDER_NAMES:
+        assert Order.parse(name, str(get_order(name))) == get_order(name)
     with pytest.raises(ScheduleError, match="order 'fast' is unknown: choose one of plain, multi_queue"):
         get_order("fast")
 
@@ -53,14 +63,13 @@ def test_an_order_says_what_it_names() -> None:
     assert (order.has_rest(Op.FORWARD), order.has_rest(Op.BACKWARD)) == (True, False)
 
 
-@pytest.mark.parametrize("word", ["attn", "F", "F.", "F.2", "G.attn", "N.attn", "R.attn", "F.a.b", "f.attn", "F.**"])
+@pytest.mark.parametrize("word", ["attn", "F", "F.", "F.2", "G.attn", "N.attn", "X.attn", "F.a.b", "f.attn", "F.**"])
 def test_what_is_no_step_is_marked(word: str) -> None:
     with pytest.raises(ScheduleError) as caught:
         Order.parse("mine", f"F.attn {word} B.attn")
-    assert str(caught.value) == (
-        f"order mine: {word!r} is no step; write F, B or W, a dot, a stage\n"
-        f"     0  F.attn\n     1  {word}   <-- here\n     2  B.attn"
-    )
+    first, *rest = str(caught.value).splitlines()
+    assert first.startswith(f"order mine: {word!r} is no step; write F, B")
+    assert rest == ["     0  F.attn", f"     1  {word}   <-- here", "     2  B.attn"]
 
 
 def test_a_step_stands_once() -> None:

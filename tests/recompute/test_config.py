@@ -21,19 +21,18 @@ def test_constructors() -> None:
     assert RecomputeConfig.uniform(2) == RecomputeConfig(
         granularity=Granularity.FULL, method=Method.UNIFORM, num_layers=2
     )
-    assert RecomputeConfig.block(3) == RecomputeConfig(
-        granularity=Granularity.FULL, method=Method.BLOCK, num_layers=3
-    )
+    assert RecomputeConfig.block(3) == RecomputeConfig(granularity=Granularity.FULL, method=Method.BLOCK, num_layers=3)
     assert RecomputeConfig.block(3, recompute_mtp=True).recompute_mtp
     assert RecomputeConfig.uniform(1).enabled
 
 
+@pytest.mark.parametrize("replay", Replay)
 @pytest.mark.parametrize("method", Method)
-def test_text_becomes_enum_member(method: Method) -> None:
-    config = RecomputeConfig(granularity="full", method=str(method), num_layers=1, replay="just_in_time")
+def test_text_becomes_enum_member(method: Method, replay: Replay) -> None:
+    config = RecomputeConfig(granularity="full", method=str(method), num_layers=1, replay=str(replay))
     assert config.granularity is Granularity.FULL
     assert config.method is method
-    assert config.replay is Replay.JUST_IN_TIME
+    assert config.replay is replay
 
 
 @pytest.mark.parametrize(
@@ -43,6 +42,8 @@ def test_text_becomes_enum_member(method: Method) -> None:
         (RecomputeConfig.uniform(2), "uniform 2"),
         (RecomputeConfig.block(9), "block 9"),
         (RecomputeConfig.block(3, recompute_mtp=True), "block 3 + mtp"),
+        (RecomputeConfig.uniform(2, replay=Replay.HIDDEN), "uniform 2 hidden"),
+        (RecomputeConfig.block(3, recompute_mtp=True, replay=Replay.HIDDEN), "block 3 + mtp hidden"),
     ],
 )
 def test_prints_as_in_tables(config: RecomputeConfig, text: str) -> None:
@@ -95,13 +96,10 @@ def test_granularity_must_be_known(value: object) -> None:
             "granularity='selective': recompute inside layers is not available yet; must be 'none' or 'full'",
         ),
         (
-            {"granularity": "full", "method": "uniform", "num_layers": 1, "replay": "hidden"},
-            "replay='hidden': replay behind another layer pair is not available yet; must be 'just_in_time'",
-        ),
-        (
             {"granularity": "full", "method": "uniform", "num_layers": 1, "replay": None},
-            "replay=None: must be 'just_in_time'",
+            "replay=None: must be 'just_in_time' or 'hidden'",
         ),
+        ({"replay": "hidden"}, "replay='hidden': has no effect unless granularity is 'full'"),
         ({"method": "uniform"}, "method='uniform': has no effect unless granularity is 'full'"),
         ({"num_layers": 1}, "num_layers=1: has no effect unless granularity is 'full'"),
         ({"num_layers": 0}, "num_layers=0: has no effect unless granularity is 'full'"),

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import pytest
 
-from recompute import FLAG_NAMES, ConfigError, FlagSettings, RecomputeConfig, plan_segments, read_flags
+from recompute import FLAG_NAMES, ConfigError, FlagSettings, RecomputeConfig, Replay, plan_segments, read_flags
 
 UNIFORM_1 = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 
@@ -31,13 +31,14 @@ def test_every_flag_arrives() -> None:
         "recompute_method": "block",
         "recompute_num_layers": 3,
         "recompute_mtp": True,
+        "recompute_replay": "hidden",
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": True,
         "mtp_num_layers": 2,
     }
     assert set(flags) == set(FLAG_NAMES)
     assert read_flags(flags) == FlagSettings(
-        recompute=RecomputeConfig.block(3, recompute_mtp=True),
+        recompute=RecomputeConfig.block(3, recompute_mtp=True, replay=Replay.HIDDEN),
         overlap=True,
         delay_wgrad=True,
         mtp_num_layers=2,
@@ -46,9 +47,8 @@ def test_every_flag_arrives() -> None:
 
 def test_none_is_not_set() -> None:
     """As argparse leaves an option that was not given."""
-    unset = Namespace(
-        recompute_granularity=None, recompute_method=None, recompute_num_layers=None, mtp_num_layers=None
-    )
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_replay", "mtp_num_layers")
+    unset = Namespace(**dict.fromkeys(names))
     assert read_flags(unset) == read_flags({})
 
 
@@ -85,9 +85,7 @@ def test_row_40_dropped_field_is_refused(dropped: str) -> None:
 @pytest.mark.parametrize("name", ["recompute_layers", "recompute-method", "method", "Recompute_method", ""])
 def test_row_40_unknown_name_is_refused(name: str) -> None:
     """Row 40: a flag that nobody reads raises."""
-    assert refusal({**UNIFORM_1, name: 1}).startswith(
-        f"{name}=1: is not a known flag; known are recompute_gran"
-    )
+    assert refusal({**UNIFORM_1, name: 1}).startswith(f"{name}=1: is not a known flag; known are recompute_gran")
 
 
 @pytest.mark.parametrize(
@@ -98,6 +96,11 @@ def test_row_40_unknown_name_is_refused(name: str) -> None:
         ({"recompute_method": "blocks"}, "recompute_method='blocks': must be 'uniform' or 'block'"),
         ({"recompute_granularity": "half"}, "recompute_granularity='half': must be 'none' or 'full'"),
         ({"recompute_mtp": 1}, "recompute_mtp=1: must be True or False"),
+        ({"recompute_replay": "early"}, "recompute_replay='early': must be 'just_in_time' or 'hidden'"),
+        (
+            {"recompute_replay": "hidden"},
+            "recompute_replay='hidden': has no effect unless overlap_moe_expert_parallel_comm is set",
+        ),
         (
             {"overlap_moe_expert_parallel_comm": "true"},
             "overlap_moe_expert_parallel_comm='true': must be True or False",

@@ -91,9 +91,7 @@ def test_uniform_covers_every_layer_once_in_order(decoder: int, mtp: int, group:
 def test_block_is_the_first_layers_one_each(decoder: int, mtp: int, count: int, recompute_mtp: bool) -> None:
     segments = plan_segments(decoder, mtp, block(count, recompute_mtp=recompute_mtp))
     depths = range(decoder, decoder + mtp) if recompute_mtp else range(0)
-    assert [segment.layers for segment in segments] == [
-        (layer,) for layer in (*range(min(count, decoder)), *depths)
-    ]
+    assert [segment.layers for segment in segments] == [(layer,) for layer in (*range(min(count, decoder)), *depths)]
 
 
 @given(counts, counts, st.one_of(st.just(none()), st.builds(uniform, sizes), st.builds(block_mtp, sizes)))

@@ -1,0 +1,1 @@
+"""Backends: the only files that import optional packages."""

@@ -1,0 +1,98 @@
+"""HostLoopback: one rank owns every expert, but rows make a round trip through pinned host memory.
+
+A stand-in for a network card on a machine with one GPU: the copy engines move the bytes (about 55 GB/s each way on
+an H200's link, what one 400 Gb/s card gives), no multiprocessor is used, and results are the arguments bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from overlap.dispatch.routing import Routing
+from overlap.dispatch.transport import Gradients
+from recompute.errors import ConfigError
+
+
+class HostLoopback:
+    """A transport that takes time.
+
+    The pinned buffer serves one trip after another: trips are ordered on the communication lane.
+
+    Args:
+        scale: Share of the rows' bytes that make the trip; above 1 they make it more than once.
+
+    Raises:
+        ConfigError: `scale` is not above 0.
+    """
+
+    def __init__(self, scale: float = 1.0) -> None:
+        if not scale > 0:
+            raise ConfigError(field="loopback_scale", value=scale, rule="must be above 0")
+        self.scale = scale
+        self._host = torch.empty(0, dtype=torch.uint8)
+
+    def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+        """Send the rows round; the weights are few bytes and stay."""
+        return self._trip(tokens), probs
+
+    def dispatch_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None, None]:
+        """Send the rows' gradient round."""
+        tokens = grads[0]
+        return None if tokens is None else self._trip(tokens), grads[1], None
+
+    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+        """Send the rows round."""
+        return self._trip(rows)
+
+    def combine_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, None]:
+        """Send the gradient round."""
+        rows = grads[0]
+        return None if rows is None else self._trip(rows), None
+
+    def _trip(self, rows: Tensor) -> Tensor:
+        result: Tensor = _RoundTrip.apply(rows, self)  # type: ignore[no-untyped-call]  # torch's
+        return result
+
+    def round_trip(self, rows: Tensor) -> Tensor:
+        """A copy of `rows` that came back from the host."""
+        rows = rows.contiguous()
+        source = rows.flatten().view(torch.uint8)
+        result = torch.empty_like(rows)
+        target = result.flatten().view(torch.uint8)
+        moved = int(source.numel() * min(self.scale, 1.0))
+        host = self._pinned(source.numel(), rows.device)[:moved]
+        left = self.scale * source.numel()
+        while left > 0 and moved:
+            host.copy_(source[:moved], non_blocking=True)
+            target[:moved].copy_(host, non_blocking=True)
+            left -= moved
+            moved = min(moved, int(left))
+            host = host[:moved]
+        first = int(source.numel() * min(self.scale, 1.0))
+        if first < source.numel():
+            target[first:].copy_(source[first:])
+        return result
+
+    def _pinned(self, nbytes: int, device: torch.device) -> Tensor:
+        if self._host.numel() < nbytes:
+            self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        return self._host
+
+
+class _RoundTrip(torch.autograd.Function):
+    """The trip, differentiable: the gradient makes it too."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, transport: HostLoopback) -> Tensor:
+        """There and back."""
+        ctx.transport = transport
+        return transport.round_trip(rows)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """There and back."""
+        return ctx.transport.round_trip(gradients[0]), None

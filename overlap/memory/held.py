@@ -1,0 +1,46 @@
+"""Held: what one microbatch holds, in storage ids; the counterpart of the engine's MicrobatchState."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from overlap.ir import StageKey
+from overlap.lower import Key, Piece
+from overlap.memory.bins import Claims
+from overlap.memory.facts import Footprint, Kind, Ref
+from overlap.memory.gap import Gap
+from overlap.memory.tracker import OUTSIDE
+
+Ids = tuple[int, ...]
+"""Storage ids, one per tensor of a value; OUTSIDE where the storage is not counted."""
+
+
+class Held:
+    """What one microbatch holds: the engine's MicrobatchState with storage ids in place of tensors."""
+
+    def __init__(self, footprint: Footprint) -> None:
+        self.footprint = footprint
+        self.values: dict[Key, Ids] = {(name, 0): (OUTSIDE,) * parts for name, parts in footprint.feeds.items()}
+        self.grads: dict[Piece, Ids] = {}
+        self.graphs: dict[StageKey, tuple[Kind, Mapping[Ref, int]]] = {}
+        self.pending: dict[StageKey, tuple[Kind, Mapping[Ref, int], Ids]] = {}
+        self.snapshots: dict[StageKey, Ids] = {}
+        self.outputs: list[Ids] = []
+        """Losses, outputs and the values of effects."""
+
+    def ids(self) -> Iterable[Iterable[int]]:
+        """The ids in every table."""
+        yield from self.values.values()
+        yield from self.grads.values()
+        yield from (names.values() for _, names in self.graphs.values())
+        yield from (names.values() for _, names, _ in self.pending.values())
+        yield from self.snapshots.values()
+        yield from self.outputs
+
+    def claims(self, gap: Gap) -> Claims:
+        """The ids that belong to a kind of memory by name."""
+        return Claims(
+            segment_inputs=[key for value in gap.segment_inputs for key in self.values.get(value, ())],
+            pinned=[key for value in gap.pinned for key in self.values.get(value, ())],
+            pending=[key for _, _, visible in self.pending.values() for key in visible],
+        )

@@ -1,0 +1,109 @@
+"""The built-in issue orders as text tables, each for replays that are exposed and for replays that are hidden.
+
+How to read one: orders. What hides what is said beside each all-to-all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+EXPOSED: Mapping[str, str] = MappingProxyType({
+    # No interleaving: the forward layer, then the backward layer. Fits any stage names.
+    "plain": "F.* B.* W.*",
+    # Many hardware queues: a lane never waits for the other's queue, so each all-to-all is issued as soon as its
+    # input exists, next to the other microbatch's compute that hides it.
+    "multi_queue": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        B.experts
+        F.dispatch
+        F.shared   W.experts    # hide F.dispatch
+        B.dispatch
+        B.shared   W.shared
+        F.experts               # hides B.dispatch
+        F.combine
+        B.post_attn  W.post_attn
+        B.attn     W.attn       # hide F.combine
+        F.post     F.mtp_post
+    """,
+    # One hardware queue: kernels start in the order of launch, so each all-to-all is launched before the compute
+    # that hides it, and never before its input is about to be ready: what stands behind it would wait with it.
+    "single_queue": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        F.dispatch
+        B.experts               # hides F.dispatch
+        B.dispatch
+        B.shared   W.shared     F.shared
+        F.experts               # hides B.dispatch
+        F.combine
+        W.experts
+        B.post_attn  W.post_attn
+        B.attn                  # hide F.combine
+        F.post     F.mtp_post
+        W.attn
+    """,
+    # For comparison, the order of the closest existing system (its weak points included): experts before the
+    # dispatch that they should hide, and what follows combine right behind it.
+    "fused": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  F.shared
+        B.experts
+        F.dispatch
+        W.experts
+        B.dispatch
+        F.experts
+        F.combine  F.post
+        B.shared   W.shared
+        B.post_attn  W.post_attn
+        B.attn
+        F.mtp_post
+        W.attn
+    """,
+})  # fmt: skip
+
+HIDDEN: Mapping[str, str] = MappingProxyType({
+    "multi_queue": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        F.dispatch
+        B.experts               # hides F.dispatch
+        B.dispatch
+        R.attn     R.post_attn  # hide B.dispatch
+        R.dispatch R.shared
+        B.shared   W.shared     F.shared
+        F.experts               # hides R.dispatch
+        F.combine
+        R.experts  W.experts    # hide F.combine
+        R.combine
+        F.post     F.mtp_post
+        B.post_attn  W.post_attn
+        B.attn     W.attn       # hide R.combine
+        R.post     R.mtp_post
+    """,
+    "single_queue": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        F.dispatch
+        B.experts               # hides F.dispatch
+        B.dispatch
+        R.attn     R.post_attn  # hide B.dispatch
+        R.dispatch R.shared
+        B.shared   W.shared     F.shared
+        F.experts               # hides R.dispatch
+        F.combine
+        R.experts  W.experts    # hide F.combine
+        R.combine
+        B.post_attn  W.post_attn
+        B.attn                  # hides R.combine
+        F.post     F.mtp_post
+        R.post     R.mtp_post
+        W.attn
+    """,
+})  # fmt: skip

@@ -1,0 +1,58 @@
+"""What the memory tests share: small decoders, their data, and both sides of the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Engine, Feeds
+from overlap.memory import Bin, MemoryRecorder, StorageTracker, Usage, gaps_of, measure_step, predict, zero_gradients
+from overlap.model import Decoder, ModelConfig
+from overlap.step import train_step
+from recompute import RecomputeConfig
+
+none, uniform, block = RecomputeConfig.none(), RecomputeConfig.uniform, RecomputeConfig.block
+VOCAB = 17
+
+
+def decoder(
+    recompute: RecomputeConfig | Sequence[RecomputeConfig] = none,
+    *,
+    order: str = "multi_queue",
+    delay_wgrad: bool = False,
+    **config: object,
+) -> ModelChunk:
+    """A small decoder; `config` are fields of ModelConfig."""
+    shape = ModelConfig(vocab=VOCAB, **{"layers": 3, "hidden": 16, "kv_rank": 8, **config})
+    return ModelChunk(Decoder(shape), recompute=recompute, order=order, delay_wgrad=delay_wgrad)
+
+
+def tokens(microbatches: int, batch: int = 2, seq: int = 6) -> list[Feeds]:
+    """Random ids and labels."""
+    return [{name: torch.randint(VOCAB, (batch, seq)) for name in ("ids", "labels")} for _ in range(microbatches)]
+
+
+def assert_exact(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds]) -> Usage:
+    """Measured and predicted bytes are equal at every slot border, so in every peak too."""
+    measured = measure_step(build(), microbatches).usage
+    predicted = predict(build, microbatches).usage
+    for left, right in zip(measured.curve, predicted.curve, strict=True):
+        assert (left.slot, dict(left.bytes)) == (right.slot, dict(right.bytes))
+    assert measured.as_json() == predicted.as_json()
+    return measured
+
+
+def measure_with(engine_type: type[Engine], chunk: ModelChunk, microbatches: Sequence[Feeds]) -> Usage:
+    """Measure a step of an engine in which a test broke something; the step itself may fail at its end."""
+    zero_gradients(chunk)
+    with StorageTracker() as tracker:
+        recorder = MemoryRecorder(tracker, gaps_of(chunk, len(microbatches)))
+        train_step(chunk, microbatches, observers=(recorder,), engine_type=engine_type)
+    return recorder.usage
+
+
+def first_pass(usage: Usage) -> list[dict[Bin, int]]:
+    """The borders of the N slots of layers."""
+    return [dict(border.bytes) for border in usage.curve if border.slot[0] == "N"]

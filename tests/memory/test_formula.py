@@ -1,0 +1,54 @@
+"""The orientation formula, by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap.memory import Bin, fake_chunk, formula, measure_step, take_footprint
+from overlap.memory.formula import graph_bytes, input_bytes
+from tests.memory.compare import block, decoder, none, tokens, uniform
+
+LAYERS = 5
+INPUT = 2 * 6 * 16 * 4
+
+
+def estimate(recompute, microbatches):
+    """(bins, A) of a five-layer decoder."""
+    with fake_chunk(lambda: decoder(recompute, layers=LAYERS, dense_layers=1)) as chunk:
+        found = take_footprint(chunk, tokens(1)[0], (False,))
+        graph = max(graph_bytes(chunk.program, found, layer) for layer in range(LAYERS))
+        assert input_bytes(chunk.program, found, (1,)) == INPUT
+        return formula(chunk, found, microbatches), graph
+
+
+@pytest.mark.parametrize(
+    ("recompute", "microbatches", "inputs", "live", "rest"),
+    [
+        (uniform(1), 1, 5, 1, 0),
+        (uniform(2), 4, 3 + 1, 2, 0),
+        (uniform(8), 2, 1 + 1, 5, 0),
+        (block(3), 2, 3 + 1, 1, 2 + 1),
+        (none, 2, 0, 0, 5 + 1),
+        ([none, uniform(1)], 2, 0, 0, 5 + 1),
+    ],
+    ids=str,
+)
+def test_formula(recompute, microbatches, inputs, live, rest) -> None:
+    found, graph = estimate(recompute, microbatches)
+    assert found.bins[Bin.SEGMENT_INPUTS] == inputs * INPUT
+    assert found.bins[Bin.LIVE_SEGMENT] == live * graph
+    assert found.bins[Bin.REST] == rest * graph
+    assert found.bins[Bin.PINNED_ROUTING] == found.bins[Bin.PENDING_WGRAD] == found.bins[Bin.RNG_STATES] == 0
+    assert found.total == found.as_json()["total"] == inputs * INPUT + (live + rest) * graph
+
+
+def test_segment_inputs_are_exact_where_segments_have_one_input() -> None:
+    recompute = uniform(1)
+    found, _ = estimate(recompute, 2)
+    peaks = measure_step(decoder(recompute, layers=LAYERS, dense_layers=1), tokens(2)).usage.peaks
+    assert found.bins[Bin.SEGMENT_INPUTS] == peaks.bins[Bin.SEGMENT_INPUTS]
+
+
+def test_no_layers_no_bytes() -> None:
+    with fake_chunk(lambda: decoder(uniform(1), layers=0)) as chunk:
+        assert formula(chunk, take_footprint(chunk, tokens(1)[0], (False,)), 2).total == 0

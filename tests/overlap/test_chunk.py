@@ -1,0 +1,139 @@
+"""ModelChunk: copies bind to their own module, the step count travels, settings are checked."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections import Counter
+
+import pytest
+import torch
+
+from overlap.chunk import ModelChunk
+from overlap.engine import MicrobatchState
+from overlap.errors import ScheduleError
+from overlap.ir import Op
+from overlap.lower import Issue
+from overlap.orders import Order
+from overlap.step import train_step
+from recompute import ConfigError, RecomputeConfig
+from tests.overlap.programs import TinyModel, differences, result_of, tiny_chunk, tiny_feeds
+
+uniform, none = RecomputeConfig.uniform, RecomputeConfig.none
+
+
+def saved_and_loaded(chunk: ModelChunk) -> ModelChunk:
+    file = io.BytesIO()
+    torch.save(chunk, file)
+    file.seek(0)
+    loaded: ModelChunk = torch.load(file, weights_only=False)
+    return loaded
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), saved_and_loaded])
+@pytest.mark.parametrize("trained_before", [False, True])
+def test_a_copy_binds_to_its_own_module(copied, trained_before: bool) -> None:
+    chunk = tiny_chunk("MD", shape={"tied": True, "dropout": 0.1}, recompute=uniform(1), delay_wgrad=True, seed=5)
+    if trained_before:
+        train_step(chunk, tiny_feeds(2))
+    chunk.zero_grad(set_to_none=True)
+    again = copied(chunk)
+    assert again.program is not chunk.program
+    assert again.planner is not chunk.planner
+    own = {id(parameter) for parameter in again.parameters()}
+    assert {id(p) for stage in again.program.stages for p in stage.parameters} <= own
+    train_step(again, tiny_feeds(2))
+    assert all(parameter.grad is None for parameter in chunk.parameters())
+    train_step(chunk, tiny_feeds(2))
+    assert differences(result_of(chunk), result_of(again)) == []
+    assert again.steps_done == chunk.steps_done == 1 + trained_before
+
+
+def test_the_step_count_is_in_the_state_dict() -> None:
+    """R4: every draw depends on it, so a resumed run draws what the first would have drawn."""
+    chunk = tiny_chunk("M", shape={"dropout": 0.3})
+    train_step(chunk, tiny_feeds(1))
+    fresh = tiny_chunk("M", shape={"dropout": 0.3})
+    fresh.load_state_dict(copy.deepcopy(chunk.state_dict()))
+    assert fresh.steps_done == 1
+    results = []
+    for one in (chunk, fresh):
+        one.zero_grad(set_to_none=True)
+        train_step(one, tiny_feeds(1))
+        results.append(result_of(one))
+    assert differences(*results) == []
+
+
+class Replays:
+    """Counts replayed layers per microbatch."""
+
+    def __init__(self) -> None:
+        self.count: Counter[int] = Counter()
+
+    def before(self, issue: Issue, owner: MicrobatchState) -> None:
+        if issue.slot.op is Op.REPLAY and issue.slot.stage == "attn":
+            self.count[owner.number] += 1
+
+    def after(self, issue: Issue, owner: MicrobatchState) -> None:
+        pass
+
+
+def test_row_39_a_config_per_microbatch_stays_in_its_microbatch() -> None:
+    """Row 39: microbatch 0 eager, the others uniform 1; the same in every step, and after a step that failed."""
+
+    class Fail(Replays):
+        def before(self, issue: Issue, owner: MicrobatchState) -> None:
+            if owner.number == 0 and issue.slot.op is Op.BACKWARD:
+                raise RuntimeError("mine")
+
+    configs = (none(), uniform(1), uniform(1), uniform(1))
+    chunk = tiny_chunk("MMMM", recompute=list(configs))
+    for fails in (False, True, False):
+        if fails:
+            with pytest.raises(RuntimeError, match="mine"):
+                train_step(chunk, tiny_feeds(4), observers=(Fail(),))
+        replays = Replays()
+        train_step(chunk, tiny_feeds(4), observers=(replays,))
+        assert [replays.count[number] for number in range(4)] == [0, 4, 4, 4]
+        assert chunk.recompute == configs
+
+
+def test_configs_match_the_step() -> None:
+    assert tiny_chunk("M", recompute=uniform(1)).configs(3) == [uniform(1)] * 3
+    chunk = tiny_chunk("M", recompute=[none(), uniform(1)])
+    with pytest.raises(ConfigError, match="recompute='2 configs': one config per microbatch: the step has 3"):
+        train_step(chunk, tiny_feeds(3))
+
+
+@pytest.mark.parametrize("recompute", ["uniform", [none(), None], [1]])
+def test_recompute_is_a_config(recompute) -> None:
+    with pytest.raises(ConfigError, match=r"recompute=.*must be a RecomputeConfig, or one per microbatch"):
+        tiny_chunk("M", recompute=recompute)
+
+
+def test_float16_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"dtype=torch\.float16: float16 needs a loss scaler"):
+        ModelChunk(TinyModel("M").half())
+
+
+def test_orders_by_name_or_as_they_are() -> None:
+    order = Order.parse("mine", "F.* B.* W.*")
+    assert tiny_chunk("M", order=order).order is order
+    assert tiny_chunk("M").order.name == "multi_queue"
+    with pytest.raises(ScheduleError, match="order 'fast' is unknown"):
+        tiny_chunk("M", order="fast")
+
+
+def test_freezing_between_steps_makes_new_plans() -> None:
+    """R6: what trains is looked up at every step."""
+    chunk = tiny_chunk("MM", recompute=uniform(1))
+    train_step(chunk, tiny_feeds(1))
+    chunk.get_parameter("module.embedding").requires_grad_(False)
+    for parameter in chunk.get_submodule("module.layers.0").parameters():
+        parameter.requires_grad_(False)
+    chunk.zero_grad(set_to_none=True)
+    replays = Replays()
+    train_step(chunk, tiny_feeds(1), observers=(replays,))
+    assert replays.count[0] == 1
+    assert [name for name, p in chunk.named_parameters() if p.grad is not None and "layers.0" in name] == []

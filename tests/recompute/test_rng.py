@@ -1,0 +1,98 @@
+"""Seeds by place, and draws that leave the live generators alone."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recompute.rng import default_generators, seeded, stage_seed
+
+CPU = default_generators(torch.device("cpu"))
+counts = st.integers(0, 10_000)
+
+
+def fail(*_: object) -> None:
+    raise ValueError("inside")
+
+
+def test_every_place_has_its_own_seed() -> None:
+    places = list(product(range(3), range(3), range(3), (None, 0, 1, 2), ("attn", "post")))
+    assert len({stage_seed(*place) for place in places}) == len(places)
+
+
+@given(counts, counts, counts, st.none() | counts, st.sampled_from(["attn", "post", "embed"]))
+def test_a_seed_depends_on_its_place_alone(run: int, step: int, mb: int, layer: int | None, stage: str) -> None:
+    seed = stage_seed(run, step, mb, layer, stage)
+    assert seed == stage_seed(run, step, mb, layer, stage)
+    assert 0 <= seed < 2**63
+    assert seed != stage_seed(run, step + 1, mb, layer, stage)
+    torch.Generator().manual_seed(seed)
+
+
+def test_known_seed() -> None:
+    """A change of the rule would silently change every run that resumes."""
+    assert stage_seed(0, 0, 0, None, "embed") == stage_seed(0, 0, 0, None, "embed")
+    assert stage_seed(0, 0, 0, 1, "attn") != stage_seed(0, 0, 1, 0, "attn")
+    assert stage_seed(1, 11, 1, 1, "a") != stage_seed(11, 1, 1, 1, "a"), "numbers must not run together"
+
+
+def test_the_same_seed_draws_the_same() -> None:
+    with seeded(5, CPU):
+        first = torch.rand(8)
+    torch.rand(3)
+    with seeded(5, CPU):
+        again = torch.rand(8)
+    with seeded(6, CPU):
+        other = torch.rand(8)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+
+
+def test_the_live_generator_goes_on_as_if_nothing_was_drawn() -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(8)
+    torch.manual_seed(1)
+    with seeded(5, CPU):
+        torch.rand(100)
+    assert torch.equal(torch.rand(8), expected)
+
+
+def test_the_live_generator_is_restored_after_an_exception() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ValueError, match="inside"), seeded(5, CPU):
+        fail(torch.rand(3))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_nests() -> None:
+    with seeded(5, CPU):
+        expected = torch.rand(4), torch.rand(4)
+    with seeded(5, CPU):
+        first = torch.rand(4)
+        with seeded(6, CPU):
+            torch.rand(4)
+        second = torch.rand(4)
+    assert torch.equal(first, expected[0])
+    assert torch.equal(second, expected[1])
+
+
+def test_named_generators_are_seeded_too() -> None:
+    named = torch.Generator().manual_seed(3)
+    state = named.get_state()
+    draws = []
+    for _ in range(2):
+        with seeded(5, (*CPU, named)):
+            draws.append(torch.rand(4, generator=named))
+    assert torch.equal(draws[0], draws[1])
+    assert torch.equal(named.get_state(), state)
+    with seeded(5, CPU):
+        torch.rand(4, generator=named)
+    assert not torch.equal(named.get_state(), state), "a generator that is not handed in moves on"
+
+
+def test_default_generators_of_the_cpu() -> None:
+    assert (torch.default_generator,) == CPU
