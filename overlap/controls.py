@@ -16,8 +16,9 @@ from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, MicrobatchState
-from overlap.ir import Op, StageKey
-from overlap.lower import Issue
+from overlap.ir import WEIGHTS, Op, Program, Stage, StageKey
+from overlap.lower import Issue, Key, Piece
+from overlap.model.hyper_connections import STREAMS
 from overlap.model.router import Router
 from overlap.step import step_plans
 from recompute.errors import ConfigError
@@ -203,6 +204,83 @@ def _swap_slots(chunk: ModelChunk, num_microbatches: int) -> Control:
     )
 
 
+class DropBridge(Engine):
+    """Gradient pieces of values that skip stages are lost on their way."""
+
+    def __init__(self, *args: Any, pieces: frozenset[Piece], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._pieces = pieces
+
+    def _backward(self, issue: Issue, owner: MicrobatchState) -> None:
+        super()._backward(issue, owner)
+        for piece in issue.gives:
+            if piece in self._pieces:
+                owner.grads.pop(piece, None)
+
+
+def _drop_bridge(chunk: ModelChunk, num_microbatches: int) -> Control:
+    program = chunk.program
+    trained = program.trained()
+    bridges = [
+        (value, reader)
+        for value, readers in program.readers.items()
+        for reader in readers
+        if reader.key in trained and not program.nondiff(value) and _is_bridge(program, value, reader)
+    ]
+    if not bridges:
+        raise _nothing("drop_bridge", "no value skips a stage: set --mtp or --mhc")
+    broken = _list([f"{value} from {reader.label}" for value, reader in bridges])
+    pieces = frozenset((value, program.position[reader.key]) for value, reader in bridges)
+    return Control(engine_type=partial(DropBridge, pieces=pieces), broken=f"gradients of {broken} are dropped")
+
+
+def _is_bridge(program: Program, value: str, reader: Stage) -> bool:
+    """Whether a stage reads an MTP hand-over from another layer, or streams past the stages in between."""
+    producer = program.producers.get(value)
+    if producer is None or producer.key == (None, WEIGHTS):
+        return False
+    hand_over = reader.layer in program.mtp_layers and producer.layer != reader.layer
+    return hand_over or (value.endswith(f".{STREAMS}") and producer.layer == reader.layer)
+
+
+class SkipSnapshot(Engine):
+    """Replays read the inputs of the microbatch that ran forward last, as if these were kept in one place."""
+
+    def __init__(self, *args: Any, inputs: frozenset[Key], **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._inputs = inputs
+        self._newest: dict[Key, Any] = {}
+        self._started = -1
+
+    def issue(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Note the inputs of each microbatch as it starts."""
+        if owner.number > self._started:
+            self._started = owner.number
+            self._newest = {key: owner.values[key] for key in self._inputs}
+        super().issue(issue, owner)
+
+    def _replay(self, issue: Issue, owner: MicrobatchState) -> None:
+        own = {key: owner.values[key] for key in issue.reads if key in self._inputs}
+        owner.values.update({key: self._newest[key] for key in own})
+        try:
+            super()._replay(issue, owner)
+        finally:
+            owner.values.update(own)
+
+
+def _skip_snapshot(chunk: ModelChunk, num_microbatches: int) -> Control:
+    inputs = frozenset((source.name, 0) for source in chunk.program.inputs if not source.needs_grad)
+    read = {key for issue in _issues(chunk, num_microbatches) if issue.slot.op is Op.REPLAY for key in issue.reads}
+    again = sorted(name for name, _ in inputs & read)
+    if not again or num_microbatches < 2:
+        rule = "no replay reads an input that a later microbatch could replace: set a method, --mtp, --pad or --packed"
+        raise _nothing("skip_snapshot", rule)
+    return Control(
+        engine_type=partial(SkipSnapshot, inputs=inputs),
+        broken=f"replays read {', '.join(again)} of the microbatch that ran forward last",
+    )
+
+
 def _list(labels: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(labels))
 
@@ -212,5 +290,7 @@ CONTROLS: dict[str, Callable[[ModelChunk, int], Control]] = {
     "unpinned_routing": _unpinned_routing,
     "double_effects": _double_effects,
     "swap_slots": _swap_slots,
+    "drop_bridge": _drop_bridge,
+    "skip_snapshot": _skip_snapshot,
 }
 """Controls by the name that --control takes."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -30,7 +31,7 @@ _LABELS = {
     Bin.RNG_STATES: "generator states",
     Bin.REST: "eager graphs, temporaries, gradients",
 }
-_STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
+_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

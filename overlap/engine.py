@@ -17,6 +17,7 @@ from overlap.ir import Effect, Op, Stage, StageKey
 from overlap.lanes import Lanes
 from overlap.lower import Event, Issue, Key, Piece, Plan
 from recompute import rng, state
+from recompute.errors import RecomputeError
 from recompute.precision import Precision
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
@@ -267,11 +268,17 @@ class Engine:
 def _weight_values(collector: WeightGradients, tape: Tape, issue: Issue) -> list[tuple[Tensor, Piece]]:
     """Pending weights that are values (shared parameters): their gradients go to the table, not to `.grad`."""
     pending = {id(item.weight) for item in collector.pending}
-    return [
-        (leaf, piece)
-        for leaf, piece in zip(tape.leaves, issue.gives, strict=True)
-        if piece is not None and id(leaf) in pending
-    ]
+    found = []
+    for leaf, piece, shared in zip(tape.leaves, issue.gives, issue.shared, strict=True):
+        if piece is None or id(leaf) not in pending:
+            continue
+        if not shared:
+            raise RecomputeError(
+                f"stage {issue.stage.label} uses {piece[0]!r}, which another stage computes, as a weight whose gradient "
+                "is put off: its producer's backward would miss it"
+            )
+        found.append((leaf, piece))
+    return found
 
 
 def run_forward(issue: Issue, inputs: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tape | None, tuple[Any, ...]]:

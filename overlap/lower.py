@@ -56,6 +56,8 @@ class Issue:
     parameters, the piece that it adds to."""
     delays: bool = False
     """B: the weight gradients wait for a W slot."""
+    shared: tuple[bool, ...] = ()
+    """B: which reads are shared parameters, whose delayed gradients go to the table."""
     waits: tuple[Event, ...] = ()
     """Slots of the same microbatch on other lanes that must end first."""
     signals: bool = False
@@ -135,11 +137,10 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
         )
     place = program.position[stage.key]
     gives = tuple((value, place) if side.needs_grad(value) else None for value in stage.reads)
+    shared = tuple(_is_shared_weight(value, program) for value in stage.reads)
     if slot.op is not Op.BACKWARD:
         # The shares of a shared parameter; a parameter of the stage's own goes to `.grad`.
-        shared = [program.producers.get(value) for value in stage.reads]
-        ours = (g if s is not None and s.key == (None, WEIGHTS) else None for g, s in zip(gives, shared, strict=True))
-        return replace(bare, gives=tuple(ours))
+        return replace(bare, gives=tuple(g if s else None for g, s in zip(gives, shared, strict=True)))
     weights = {loss.value: loss.weight for loss in program.losses}
     return replace(
         bare,
@@ -149,7 +150,13 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
         tracked=tuple(side.needs_grad(value) for value in stage.reads),
         gives=gives,
         delays=delays,
+        shared=shared,
     )
+
+
+def _is_shared_weight(value: str, program: Program) -> bool:
+    producer = program.producers.get(value)
+    return producer is not None and producer.key == (None, WEIGHTS)
 
 
 def _collects(stage: Stage, program: Program) -> tuple[tuple[int, str], ...]:

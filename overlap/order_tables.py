@@ -33,18 +33,16 @@ EXPOSED: Mapping[str, str] = MappingProxyType({
     "single_queue": """
         B.mtp_post W.mtp_post
         B.post     W.post       B.combine
-        F.attn     F.post_attn  # hide B.combine
+        F.attn     F.post_attn  F.shared    # hide B.combine
         F.dispatch
         B.experts               # hides F.dispatch
         B.dispatch
-        B.shared   W.shared     F.shared
-        F.experts               # hides B.dispatch
+        F.experts  W.experts    # hide B.dispatch
         F.combine
-        W.experts
+        B.shared   W.shared
         B.post_attn  W.post_attn
-        B.attn                  # hide F.combine
+        B.attn     W.attn       # hide F.combine
         F.post     F.mtp_post
-        W.attn
     """,
     # For comparison, the order of the closest existing system (its weak points included): experts before the
     # dispatch that they should hide, and what follows combine right behind it.
@@ -66,44 +64,46 @@ EXPOSED: Mapping[str, str] = MappingProxyType({
     """,
 })  # fmt: skip
 
+# A replayed layer needs nothing of its own pair, so its attention fills the time in which B.experts waits for B.combine.
+# R.combine and R.post are left out where no replayed stage reads them: of a segment's last layer, unless its `post`
+# needs the combine output for its gradient.
 HIDDEN: Mapping[str, str] = MappingProxyType({
     "multi_queue": """
         B.mtp_post W.mtp_post
         B.post     W.post       B.combine
         F.attn     F.post_attn  # hide B.combine
-        F.dispatch
-        B.experts               # hides F.dispatch
-        B.dispatch
-        R.attn     R.post_attn  # hide B.dispatch
-        R.dispatch R.shared
-        B.shared   W.shared     F.shared
-        F.experts               # hides R.dispatch
+        F.dispatch F.shared
+        R.attn     R.post_attn  R.shared    # hide F.dispatch
+        B.experts
+        R.dispatch
+        B.dispatch B.shared     W.shared
+        F.experts               # hides R.dispatch and B.dispatch, with the next
         F.combine
-        R.experts  W.experts    # hide F.combine
+        W.experts  R.experts
         R.combine
-        F.post     F.mtp_post
         B.post_attn  W.post_attn
-        B.attn     W.attn       # hide R.combine
+        B.attn                  # hides F.combine and R.combine
+        F.post     F.mtp_post
+        W.attn
         R.post     R.mtp_post
     """,
     "single_queue": """
         B.mtp_post W.mtp_post
         B.post     W.post       B.combine
         F.attn     F.post_attn  # hide B.combine
-        F.dispatch
-        B.experts               # hides F.dispatch
+        F.dispatch F.shared
+        R.attn     R.post_attn  R.shared    # hide F.dispatch
+        R.dispatch
+        B.experts  F.experts    # hide R.dispatch
         B.dispatch
-        R.attn     R.post_attn  # hide B.dispatch
-        R.dispatch R.shared
-        B.shared   W.shared     F.shared
-        F.experts               # hides R.dispatch
+        B.shared   W.shared
+        W.experts  R.experts    # hide B.dispatch
         F.combine
-        R.experts  W.experts    # hide F.combine
-        R.combine
         B.post_attn  W.post_attn
-        B.attn                  # hides R.combine
+        B.attn                  # hides F.combine
+        R.combine
+        W.attn
         F.post     F.mtp_post
         R.post     R.mtp_post
-        W.attn
     """,
 })  # fmt: skip

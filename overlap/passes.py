@@ -28,11 +28,16 @@ def delay_wgrad(schedule: Schedule, sides: Sides, *, delayed: bool) -> Schedule:
     return schedule if delayed else tuple(slot for slot in schedule if slot.op is not Op.WGRAD)
 
 
-def add_replay(schedule: Schedule, sides: Sides) -> Schedule:
+def add_replay(schedule: Schedule, sides: Sides, *, first: bool = False) -> Schedule:
     """Turn F into N inside segments and put every segment's replay just before the first backward that needs it.
 
     A backward by adjoint needs nothing, so it is issued before the replay: its all-to-all overlaps with it. What the
     order already replays elsewhere (R10) stays there.
+
+    Args:
+        schedule: F, B, W and R slots.
+        sides: Its sides.
+        first: Put a replay before the segment's first backward even if that is by adjoint.
     """
     slots: list[Slot] = []
     placed = {(slot.microbatch, slot.key) for slot in schedule if slot.op is Op.REPLAY}
@@ -43,7 +48,7 @@ def add_replay(schedule: Schedule, sides: Sides) -> Schedule:
         if slot.op is Op.FORWARD:
             slots.append(replace(slot, op=side.first_pass(stage)))
             continue
-        if slot.op is Op.BACKWARD and segment is not None and side.needs_activations(stage):
+        if slot.op is Op.BACKWARD and segment is not None and (first or side.needs_activations(stage)):
             if (slot.microbatch, segment) not in replayed:
                 whole = _whole_segment(slot.microbatch, side, segment)
                 slots += [replay for replay in whole if (replay.microbatch, replay.key) not in placed]

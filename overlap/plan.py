@@ -28,9 +28,23 @@ def segments_of(program: Program, config: RecomputeConfig) -> tuple[RecomputeSeg
 
 
 def make_schedule(
-    order: Order, forward: Side | None, backward: Side | None, *, delayed: bool, elide: bool = True
+    order: Order,
+    forward: Side | None,
+    backward: Side | None,
+    *,
+    delayed: bool,
+    elide: bool = True,
+    replay_first: bool = False,
 ) -> Schedule:
     """The slots of a pair of sides: expanded, recomputed, checked.
+
+    Args:
+        order: How they interleave.
+        forward: Runs forward; None: backward runs alone.
+        backward: Runs backward; None: forward runs alone.
+        delayed: Whether weight gradients have slots of their own.
+        elide: False: replay every stage, needed or not. The simulator compares.
+        replay_first: Replay before anything of the segment's backward. The simulator compares.
 
     Raises:
         ScheduleError: The order does not fit the programs, or has no R steps for a replay that is to be hidden.
@@ -44,7 +58,7 @@ def make_schedule(
     )
     schedule = drop_untrained(schedule, sides)
     schedule = delay_wgrad(schedule, sides, delayed=delayed)
-    schedule = add_replay(schedule, sides)
+    schedule = add_replay(schedule, sides, first=replay_first)
     if elide:
         schedule = elide_replay(schedule, sides)
     validate(schedule, sides)

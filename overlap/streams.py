@@ -40,6 +40,10 @@ class StreamLanes:
         self._streams: dict[Lane, torch.Stream] = {}
         self._lane = Lane.COMPUTE
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> StreamLanes:
+        """Copies of a model run on the same streams, one step at a time."""
+        return self
+
     def begin(self, issue: Issue, owner: Owner) -> None:
         """Switch to the issue's stream, wait, and announce its uses of other lanes' memory."""
         if not self._streams:

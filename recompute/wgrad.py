@@ -102,12 +102,17 @@ def collect_weight_gradients(into: WeightGradients) -> Iterator[None]:
 def weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
     """Weight gradient for a custom backward to return: computed now, or put off and None.
 
+    Only a leaf's gradient can be put off: that of a weight computed in the stage flows on in this very backward. A
+    frozen weight gets none.
+
     Args:
         weight: The weight, as the forward received it.
         compute: Function of `tensors` giving the gradient, of the weight's shape and dtype.
         tensors: What `compute` needs (input and output gradient); kept until the W slot.
     """
-    if not _collectors:
+    if not weight.requires_grad:
+        return None
+    if not _collectors or not weight.is_leaf:
         return compute(*tensors)
     _collectors[-1].pending.append(PendingGradient(weight, compute, tensors))
     return None

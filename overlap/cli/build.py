@@ -22,6 +22,7 @@ from overlap.model import Decoder
 from overlap.orders import load_order
 from overlap.scale import LossScale, PerMicrobatch, PerToken
 from overlap.streams import StreamLanes
+from overlap.training.rows import cut_rows
 from recompute.errors import ConfigError
 
 OwnModel = Callable[[int, int], tuple[nn.Module, list[dict[str, Any]]]]
@@ -76,7 +77,8 @@ def random_microbatches(options: Options, step: int) -> list[Feeds]:
 
     def draw() -> dict[str, Tensor]:
         tokens = torch.randint(options.model.vocab, shape, generator=generator)
-        return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        feeds = {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
+        return cut_rows(feeds, options.model, generator)
 
     return [to_device(draw(), options.device) for _ in range(options.microbatches)]
 

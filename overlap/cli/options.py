@@ -12,6 +12,8 @@ from recompute.errors import ConfigError
 
 NO_METHOD = "none"
 DEFAULT_ORDER = "multi_queue"
+MAX_SEED = 10**12
+"""Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
 DEVICES = ("cpu", "cuda")
 TRANSPORTS = ("local", "host_loopback", "sm_copy")
 _OWN_MODEL_RULE = "has no effect with --program: the function decides it"
@@ -68,10 +70,12 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--tied", action="store_true", help="embedding and head share their weight")
     model.add_argument("--per-token-loss", action="store_true", help="mean over all tokens of a step")
     model.add_argument("--dtype", default=str(default.dtype), help=f"one of {', '.join(DType)}")
+    _add_token_options(model)
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
     step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
     step.add_argument("--num-layers", type=_integer, metavar="N", help="layers per segment, or layers (block)")
+    step.add_argument("--recompute-mtp", action="store_true", help="recompute the MTP depths under method block too")
     step.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
     step.add_argument(
         "--order", help=f"issue order: {', '.join(ORDER_NAMES)} (default {DEFAULT_ORDER}, plain with --program)"
@@ -90,6 +94,15 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(default_of=parser.get_default)
 
 
+def _add_token_options(model: argparse._ArgumentGroup) -> None:
+    """Options about tokens ahead, residual streams, and rows that are not one full sequence."""
+    model.add_argument("--mtp", type=int, default=0, metavar="D", help="multi-token prediction depths (default 0)")
+    model.add_argument("--mtp-repeat", action="store_true", help="all depths use one and the same layer")
+    model.add_argument("--mhc", type=int, metavar="N", help="residual streams with hyper-connections (default: none)")
+    model.add_argument("--pad", dest="padding", action="store_true", help="rows end in padding")
+    model.add_argument("--packed", action="store_true", help="rows hold several sequences")
+
+
 def read_options(args: argparse.Namespace) -> Options:
     """Check the shared options.
 
@@ -103,6 +116,8 @@ def read_options(args: argparse.Namespace) -> Options:
     for name in ("seq", "batch", "microbatches"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
+    if abs(args.seed) > MAX_SEED:
+        raise ConfigError(field="seed", value=args.seed, rule=f"must lie within -{MAX_SEED} and {MAX_SEED}")
     if args.loopback_scale is not None and args.transport != "host_loopback":
         rule = "has no effect without --transport host_loopback"
         raise ConfigError(field="loopback_scale", value=args.loopback_scale, rule=rule)
@@ -110,7 +125,7 @@ def read_options(args: argparse.Namespace) -> Options:
         _check_own_model(args)
     return Options(
         model=model,
-        recompute=_recompute(args.method, args.num_layers, args.replay),
+        recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp, args.mtp),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
         seq=args.seq,
@@ -132,9 +147,11 @@ def _check_own_model(args: argparse.Namespace) -> None:
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
 
-def _recompute(method: str, num_layers: object, replay: str | None) -> RecomputeConfig:
+def _recompute(method: str, num_layers: object, replay: str | None, recompute_mtp: bool, mtp: int) -> RecomputeConfig:
+    if recompute_mtp and mtp == 0:
+        raise ConfigError(field="recompute_mtp", value=True, rule="has no effect without --mtp: leave it out")
     if method == NO_METHOD:
-        for name, value in (("num_layers", num_layers), ("replay", replay)):
+        for name, value in (("num_layers", num_layers), ("replay", replay), ("recompute_mtp", recompute_mtp or None)):
             if value is not None:
                 raise ConfigError(field=name, value=value, rule="has no effect with method none: leave it out")
         return RecomputeConfig.none()
@@ -142,6 +159,7 @@ def _recompute(method: str, num_layers: object, replay: str | None) -> Recompute
         granularity=Granularity.FULL,
         method=method,  # type: ignore[arg-type]  # text is checked there
         num_layers=num_layers,  # type: ignore[arg-type]
+        recompute_mtp=recompute_mtp,
         replay=Replay.JUST_IN_TIME if replay is None else replay,  # type: ignore[arg-type]
     )
 
@@ -162,6 +180,7 @@ def describe(options: Options) -> dict[str, object]:
         **{name: str(value) if isinstance(value, str) else value for name, value in model.items()},
         "method": NO_METHOD if recompute.method is None else str(recompute.method),
         "num_layers": recompute.num_layers,
+        "recompute_mtp": recompute.recompute_mtp,
         "replay": str(recompute.replay),
         "order": options.order,
         "delay_wgrad": options.delay_wgrad,

@@ -9,7 +9,7 @@ from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.report import console, print_json, table
-from overlap.ir import Schedule
+from overlap.ir import WEIGHTS, Schedule
 from overlap.plan import PlanRequest
 from overlap.side import Side
 from overlap.verify import step_facts
@@ -54,22 +54,25 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _kept(chunk: ModelChunk, side: Side, index: int, options: Options) -> dict[str, list[str]]:
-    """What one segment keeps from its first pass for its replay and its adjoints."""
+    """What one segment keeps from its first pass for its replay and its adjoints; weights are kept anyway."""
     program = chunk.program
     survivors = {name for name, _ in chunk.planner.survivors(options.recompute, side.trained)}
     stages = [stage for layer in side.segments[index].layers for stage in program.layer_stages[layer]]
     pinned = [value for stage in stages for value in stage.pins if value in survivors]
     read = {value for stage in stages if stage.key in side.replay_needed for value in stage.reads}
-    live_ins = [value for value in program.live_ins(side.segments[index].layers) if value in read & survivors]
+    weights = {value for stage in program.stages if stage.key == (None, WEIGHTS) for value in stage.writes}
+    kept = (read & survivors) - weights
+    live_ins = [value for value in program.live_ins(side.segments[index].layers) if value in kept]
+    fed = [value for value in live_ins if value not in program.producers]
     replayed = [stage.label for stage in stages if stage.key in side.replay_needed]
-    return {"inputs": live_ins, "pinned": pinned, "replayed": replayed}
+    return {"inputs": live_ins, "fed": fed, "pinned": pinned, "replayed": replayed}
 
 
 def _show(payload: dict[str, Any], schedule: Schedule) -> None:
     rows = [
         (
             " ".join(map(str, segment["layers"])),
-            ", ".join(segment["inputs"]),
+            ", ".join(value + " (fed)" * (value in segment["fed"]) for value in segment["inputs"]),
             ", ".join(segment["pinned"]),
             " ".join(segment["replayed"]),
         )

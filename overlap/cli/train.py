@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from overlap.cli.build import build_chunk, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.report import console, messages, print_json
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
+from overlap.training.rows import cut_rows
 from overlap.training.text import VOCAB, ByteText, default_text
 from overlap.training.trainer import StepReport, Trainer
 from recompute.errors import ConfigError
@@ -44,8 +47,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="program", value=options.program, rule="train knows the built-in decoder only")
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
-    if not args.lr > 0:
-        raise ConfigError(field="lr", value=args.lr, rule="must be above 0")
+    if not 0 < args.lr < math.inf:
+        raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
+    if args.save is not None and Path(args.save).is_dir():
+        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
     trainer = make_trainer(options, args.text, args.lr)
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
@@ -55,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
         save_checkpoint(Path(args.save), trainer.chunk, trainer.optimizer, config)
     payload = {
         "losses": [report.loss for report in reports],
+        "losses_by_name": {name: [report.losses[name] for report in reports] for name in reports[0].losses},
         "first_step": reports[0].step,
         "tokens_per_second": sorted(report.tokens_per_second for report in reports)[len(reports) // 2],
         "milliseconds": sorted(report.milliseconds for report in reports)[len(reports) // 2],
@@ -67,6 +73,9 @@ def run(args: argparse.Namespace) -> int:
             f"loss {reports[0].loss:.4f} -> {reports[-1].loss:.4f} in {len(reports)} steps, "
             f"median {payload['tokens_per_second']:,.0f} tokens/s"
         )
+        for name, first in reports[0].losses.items():
+            if name != "loss":
+                console.print(f"  {name} {first:.4f} -> {reports[-1].losses[name]:.4f}")
     return 0
 
 
@@ -81,12 +90,24 @@ def make_trainer(options: Options, paths: list[str] | None, learning_rate: float
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
     rows = text.microbatches(options.seed, step, options.microbatches, options.batch)
-    return [to_device(feeds, options.device) for feeds in rows]
+    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+    return [to_device(cut_rows(dict(feeds), options.model, generator), options.device) for feeds in rows]
 
 
 def saved_config(options: Options) -> dict[str, object]:
     """What a checkpoint's run must agree on: all that changes the numbers, not how they are computed."""
-    how = {"method", "num_layers", "replay", "order", "delay_wgrad", "program", "device", "transport", "loopback_scale"}
+    how = {
+        "method",
+        "num_layers",
+        "recompute_mtp",
+        "replay",
+        "order",
+        "delay_wgrad",
+        "program",
+        "device",
+        "transport",
+        "loopback_scale",
+    }
     return {name: value for name, value in describe(options).items() if name not in how}
 
 
@@ -101,6 +122,7 @@ def _train(trainer: Trainer, steps: int) -> list[StepReport]:
         for _ in range(steps):
             report = trainer.step()
             reports.append(report)
-            state = f"loss {report.loss:.4f}  {report.tokens_per_second:,.0f} tokens/s"
+            state = "  ".join(f"{name} {value:.4f}" for name, value in report.losses.items())
+            state += f"  {report.tokens_per_second:,.0f} tokens/s"
             progress.update(task, advance=1, state=state)
     return reports

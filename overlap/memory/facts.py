@@ -59,8 +59,6 @@ class Kind:
     """FORWARD: whether a graph is kept. Else: whether the backward runs through one (and not by adjoint)."""
     pinned: bool
     """Whether the forward (for B and W: the one that made the graph) received pinned values."""
-    delayed: bool = False
-    """BACKWARD: whether weight gradients are put off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +83,10 @@ class Facts:
 class Footprint:
     """Storage facts of a whole program, for microbatches of one shape."""
 
-    facts: Mapping[Kind, Facts]
-    feeds: Mapping[str, int]
-    """Tensors in each feed."""
+    facts: Mapping[bool, Mapping[Kind, Facts]]
+    """By the setting of `delay_wgrad`, under which graphs leave the weights out."""
+    feeds: Mapping[str, tuple[int, ...]]
+    """Bytes of a copy of each tensor in each feed."""
     snapshots: Mapping[StageKey, tuple[int, ...]]
     """Bytes of the copies of each stage's in-place state."""
 
@@ -100,4 +99,4 @@ def forward_kind(issue: Issue) -> Kind:
 def backward_kind(issue: Issue, made: Kind) -> Kind:
     """The kind of a B or W slot whose graph (if any) a forward of kind `made` recorded."""
     source = Source.WGRAD if issue.slot.op is Op.WGRAD else Source.BACKWARD
-    return Kind(issue.stage.key, source, made.graph, made.pinned, issue.delays)
+    return Kind(issue.stage.key, source, made.graph, made.pinned)

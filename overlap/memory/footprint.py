@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
-from overlap.ir import Op, Program, Stage
+from overlap.ir import Op, Program
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
 from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind
-from overlap.memory.layout import Layout
+from overlap.memory.layout import Layout, fresh
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
@@ -84,20 +84,19 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
     program = chunk.program
     device = chunk.device.type
     precision = capture_precision(device)
-    # No generators: fake tensors are not drawn, and the live ones stay as they are.
-    engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision)
-    facts: dict[Kind, Facts] = {}
+    facts: dict[bool, dict[Kind, Facts]] = {}
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device), StorageTracker(real_bytes) as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
         for delay in delayed:
-            dry = DrySlots(engine, tracker, dict(values), facts)
+            # No generators: fake tensors are not drawn, and the live ones stay as they are.
+            engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
+            dry = DrySlots(engine, tracker, dict(values), facts.setdefault(delay, {}))
             _run_slots(program, dry, delayed=delay)
-        snapshots = {stage.key: _snapshot(stage, tracker) for stage in program.stages if stage.state}
-    return Footprint(
-        facts=facts,
-        feeds={name: len(tensors_of(value)) for name, value in feeds.items()},
-        snapshots=snapshots,
-    )
+        return Footprint(
+            facts=facts,
+            feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
+            snapshots={stage.key: _copied(stage.state, tracker) for stage in program.stages if stage.state},
+        )
 
 
 def _run_slots(program: Program, dry: DrySlots, *, delayed: bool) -> None:
@@ -125,6 +124,7 @@ def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple
     return lower(schedule, sides, {}).issues
 
 
-def _snapshot(stage: Stage, tracker: StorageTracker) -> tuple[int, ...]:
-    copies = state.take(stage.state)
+def _copied(tensors: Sequence[Tensor], tracker: StorageTracker) -> tuple[int, ...]:
+    """Bytes of copies as the step makes them, of in-place state and of feeds that a replay reads."""
+    copies = state.take(tensors)
     return tuple(tracker.live[key].nbytes for key in tracker.ids_of(copies))

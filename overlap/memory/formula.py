@@ -7,8 +7,10 @@ knows nothing of gradients, losses, routing or the order of slots; the predictio
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from overlap.chunk import ModelChunk
-from overlap.ir import Program, Stage, StageKey
+from overlap.ir import Program, StageKey
 from overlap.memory.bins import Bin, Peaks
 from overlap.memory.facts import Facts, Footprint, Kind, Source
 from recompute.segments import Segments
@@ -28,18 +30,21 @@ def formula(chunk: ModelChunk, footprint: Footprint, num_microbatches: int) -> P
         num_microbatches: Of the step.
     """
     trained = chunk.program.trained()
+    facts = footprint.facts[chunk.delay_wgrad]
+    graph = max((graph_bytes(chunk.program, facts, layer) for layer in chunk.program.layers), default=0)
+    extra = min(_IN_FLIGHT, num_microbatches) - 1
     estimates = [
-        _estimate(chunk.program, chunk.planner.side(config, trained).segments, footprint, num_microbatches)
+        _estimate(chunk, footprint, chunk.planner.side(config, trained).segments, graph, extra)
         for config in chunk.configs(num_microbatches)
     ]
     return max(estimates, key=lambda estimate: estimate.total)
 
 
-def _estimate(program: Program, segments: Segments, footprint: Footprint, num_microbatches: int) -> Peaks:
-    extra = min(_IN_FLIGHT, num_microbatches) - 1
-    graph = max((graph_bytes(program, footprint, layer) for layer in program.layers), default=0)
-    inputs = max((input_bytes(program, footprint, segment.layers) for segment in segments), default=0)
-    eager = len(program.layers) - sum(len(segment) for segment in segments)
+def _estimate(chunk: ModelChunk, footprint: Footprint, segments: Segments, graph: int, extra: int) -> Peaks:
+    """One config: `graph` is A, `extra` is N - 1."""
+    program, facts = chunk.program, footprint.facts[chunk.delay_wgrad]
+    inputs = max((input_bytes(program, footprint, facts, segment.layers) for segment in segments), default=0)
+    eager = len(program.layers) - sum(map(len, segments))
     bins = dict.fromkeys(Bin, 0)
     if segments:
         bins[Bin.SEGMENT_INPUTS] = (len(segments) + extra) * inputs
@@ -49,48 +54,42 @@ def _estimate(program: Program, segments: Segments, footprint: Footprint, num_mi
     return Peaks(bins=bins, total=sum(bins.values()))
 
 
-def graph_bytes(program: Program, footprint: Footprint, layer: int) -> int:
+def graph_bytes(program: Program, facts: Mapping[Kind, Facts], layer: int) -> int:
     """A: bytes that the graphs of one layer hold, beside its inputs."""
-    return sum(_graph_bytes(stage, footprint) for stage in program.layer_stages[layer])
+    graphs = [Kind(stage.key, Source.FORWARD, True, False) for stage in program.layer_stages[layer]]
+    return sum(
+        facts[kind].born[ref.place]
+        for kind in graphs
+        if kind in facts
+        for ref in facts[kind].tape
+        if ref.source is Source.FORWARD
+    )
 
 
-def _graph_bytes(stage: Stage, footprint: Footprint) -> int:
-    facts = footprint.facts.get(Kind(stage.key, Source.FORWARD, True, False))
-    if facts is None:
-        return 0
-    return sum(facts.born[ref.place] for ref in facts.tape if ref.source is Source.FORWARD)
-
-
-def input_bytes(program: Program, footprint: Footprint, layers: tuple[int, ...]) -> int:
-    """I: bytes of the values that enter a segment, feeds left out, shared storages counted once."""
-    storages = {
-        storage
-        for value in program.live_ins(layers)
-        for storage in _storages(program, footprint, value)
-        if storage != _FED
-    }
-    return sum(_forward(footprint, key).born[place] for key, place in storages)
+def input_bytes(program: Program, footprint: Footprint, facts: Mapping[Kind, Facts], layers: Sequence[int]) -> int:
+    """I: bytes of the values that enter a segment, storages that they share counted once."""
+    births = {birth: nbytes for value in program.live_ins(layers) for birth, nbytes in _births(program, facts, value)}
+    # The step copies a feed that a replay reads; one with a gradient stays the caller's.
+    fed = [footprint.feeds[v] for v in program.live_ins(layers) if v not in program.producers and program.nondiff(v)]
+    return sum(births.values()) + sum(map(sum, fed))
 
 
 _Birth = tuple[StageKey, int]
-_FED: _Birth = ((None, ""), -1)
+_OUTSIDE: tuple[_Birth, int] = (((None, ""), 0), 0)
 
 
-def _storages(program: Program, footprint: Footprint, value: str) -> list[_Birth]:
-    """Where each tensor of a value was born: (stage, number of the storage among those born there)."""
+def _births(program: Program, facts: Mapping[Kind, Facts], value: str) -> list[tuple[_Birth, int]]:
+    """Where each tensor of a value was born, (stage, number among its births), and how many bytes that took."""
     if value not in program.producers:
-        return [_FED] * footprint.feeds[value]
+        return []
     stage = program.producers[value]
-    found: list[_Birth] = []
-    for ref in _forward(footprint, stage.key).writes[stage.writes.index(value)]:
+    made = facts[Kind(stage.key, Source.FORWARD, False, False)]
+    found: list[tuple[_Birth, int]] = []
+    for ref in made.writes[stage.writes.index(value)]:
         if ref.source is Source.FORWARD:
-            found.append((stage.key, ref.place))
-        elif ref.source is Source.READ:
-            found.append(_storages(program, footprint, stage.reads[ref.place])[ref.part])
+            found.append(((stage.key, ref.place), made.born[ref.place]))
+        elif ref.source is Source.READ and stage.reads[ref.place] in program.producers:
+            found.append(_births(program, facts, stage.reads[ref.place])[ref.part])
         else:
-            found.append(_FED)
+            found.append(_OUTSIDE)
     return found
-
-
-def _forward(footprint: Footprint, key: StageKey) -> Facts:
-    return footprint.facts[Kind(key, Source.FORWARD, False, False)]

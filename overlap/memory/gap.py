@@ -14,6 +14,8 @@ class Gap:
 
     segment_inputs: frozenset[Key]
     pinned: frozenset[Key]
+    copied: frozenset[str]
+    """Feeds among the segment inputs: the step copies them, so that a replay reads what the first pass read."""
 
 
 def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
@@ -24,11 +26,13 @@ def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
     """
     trained = chunk.program.trained()
     producers = chunk.program.producers
+    plain = {source.name for source in chunk.program.inputs if not source.needs_grad}
     gaps = []
     for config in chunk.configs(num_microbatches):
         keys = chunk.planner.survivors(config, trained)
         pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
-        gaps.append(Gap(segment_inputs=keys - pinned, pinned=pinned))
+        copied = frozenset(name for name, _ in keys) & plain
+        gaps.append(Gap(segment_inputs=keys - pinned, pinned=pinned, copied=copied))
     return tuple(gaps)
 
 

@@ -7,20 +7,24 @@ from collections.abc import Iterable, Mapping
 from overlap.ir import StageKey
 from overlap.lower import Key, Piece
 from overlap.memory.bins import Claims
-from overlap.memory.facts import Footprint, Kind, Ref
+from overlap.memory.facts import Kind, Ref
 from overlap.memory.gap import Gap
-from overlap.memory.tracker import OUTSIDE
 
 Ids = tuple[int, ...]
 """Storage ids, one per tensor of a value; OUTSIDE where the storage is not counted."""
 
 
 class Held:
-    """What one microbatch holds: the engine's MicrobatchState with storage ids in place of tensors."""
+    """What one microbatch holds: the engine's MicrobatchState with storage ids in place of tensors.
 
-    def __init__(self, footprint: Footprint) -> None:
-        self.footprint = footprint
-        self.values: dict[Key, Ids] = {(name, 0): (OUTSIDE,) * parts for name, parts in footprint.feeds.items()}
+    Args:
+        feeds: The storages of the values that it starts with.
+    """
+
+    def __init__(self, feeds: Mapping[str, Ids]) -> None:
+        self.begun = False
+        """Whether a slot has run; what it starts with belongs to no kind before."""
+        self.values: dict[Key, Ids] = {(name, 0): ids for name, ids in feeds.items()}
         self.grads: dict[Piece, Ids] = {}
         self.graphs: dict[StageKey, tuple[Kind, Mapping[Ref, int]]] = {}
         self.pending: dict[StageKey, tuple[Kind, Mapping[Ref, int], Ids]] = {}

@@ -31,13 +31,16 @@ class Walk:
     Args:
         footprints: Of each microbatch; the same object where the shapes are the same.
         gaps: Of each microbatch, as `gaps_of` gives them.
+        delayed: The chunk's `delay_wgrad`.
     """
 
-    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap]) -> None:
+    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool) -> None:
+        self._footprints = footprints
         self._gaps = gaps
-        self._held = [Held(footprint) for footprint in footprints]
+        self._facts = [footprint.facts[delayed] for footprint in footprints]
         self._ids = count()
         self._storages: dict[int, Storage] = {}
+        self._held = [Held(self._feeds(*pair)) for pair in zip(footprints, gaps, strict=True)]
         # The step's own copies of in-place state, for the case that it fails; the same for all microbatches.
         self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL)
         self._curve: list[Border] = []
@@ -54,21 +57,23 @@ class Walk:
 
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
+        held.begun = True
         if issue.slot.op in _FORWARDS:
-            self._forward(issue, held)
+            self._forward(issue, number)
         elif issue.slot.op is Op.BACKWARD:
-            self._backward(issue, held)
+            self._backward(issue, number)
         else:
-            self._wgrad(issue, held)
+            self._wgrad(issue, number)
         self._end(slot_text(issue, number))
         for key in issue.frees:
             del held.values[key]
 
-    def _forward(self, issue: Issue, held: Held) -> None:
+    def _forward(self, issue: Issue, number: int) -> None:
+        held = self._held[number]
         stage, kind = issue.stage, forward_kind(issue)
-        facts = held.footprint.facts[kind]
+        facts = self._facts[number][kind]
         if issue.snapshots:
-            held.snapshots[stage.key] = self._new(held.footprint.snapshots[stage.key], issue.slot.op)
+            held.snapshots[stage.key] = self._new(self._footprints[number].snapshots[stage.key], issue.slot.op)
         elif issue.slot.op is Op.REPLAY and stage.state:
             del held.snapshots[stage.key]
         env = {
@@ -84,12 +89,12 @@ class Walk:
             held.outputs += [written[place] for place, _ in issue.collects]
             held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
 
-    def _backward(self, issue: Issue, held: Held) -> None:
-        key = issue.stage.key
+    def _backward(self, issue: Issue, number: int) -> None:
+        held, key = self._held[number], issue.stage.key
         kind, env = _by_adjoint(issue)
         if issue.stage.adjoint is None:
             kind, env = held.graphs.pop(key)
-        facts = held.footprint.facts[backward_kind(issue, kind)]
+        facts = self._facts[number][backward_kind(issue, kind)]
         pieces = [held.grads.pop(piece, ()) for group in issue.pieces for piece in group]
         env = {
             **env,
@@ -102,15 +107,23 @@ class Walk:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
 
-    def _wgrad(self, issue: Issue, held: Held) -> None:
+    def _wgrad(self, issue: Issue, number: int) -> None:
+        held = self._held[number]
         kind, waiting, _ = held.pending.pop(issue.stage.key)
-        facts = held.footprint.facts[backward_kind(issue, kind)]
+        facts = self._facts[number][backward_kind(issue, kind)]
         given = [held.grads.get(piece, ()) if piece is not None else () for piece in issue.gives]
         env = {**waiting, **_named(Source.GIVEN, given), **self._born(Source.WGRAD, facts, issue)}
         _give(issue, facts, env, held)
 
     def _born(self, source: Source, facts: Facts, issue: Issue) -> dict[Ref, int]:
         return {Ref(source, place): key for place, key in enumerate(self._new(facts.born, issue.slot.op))}
+
+    def _feeds(self, footprint: Footprint, gap: Gap) -> dict[str, Ids]:
+        """The caller's own tensors are not counted, the step's copies are."""
+        return {
+            name: self._new(sizes, Op.CALL) if name in gap.copied else (OUTSIDE,) * len(sizes)
+            for name, sizes in footprint.feeds.items()
+        }
 
     def _new(self, sizes: Iterable[int], born: Op) -> Ids:
         storages = {next(self._ids): Storage(size, born) for size in sizes}
@@ -121,7 +134,7 @@ class Walk:
         """Note the border, and forget what no table holds."""
         alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
         self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
-        claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True)]
+        claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
         self._curve.append(Border(slot=slot, bytes=sum_bins(self._storages, claims)))
 
 
@@ -130,9 +143,10 @@ def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
 
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
-        footprints: Of each microbatch of the step, in order.
+        footprints: Of each microbatch of the step, in order; taken with the chunk's setting of `delay_wgrad`.
     """
-    return Walk(footprints, gaps_of(chunk, len(footprints))).run(step_plans(chunk, len(footprints)))
+    gaps = gaps_of(chunk, len(footprints))
+    return Walk(footprints, gaps, delayed=chunk.delay_wgrad).run(step_plans(chunk, len(footprints)))
 
 
 def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Footprint]:

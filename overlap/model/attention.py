@@ -15,6 +15,9 @@ from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
 from overlap.model.sequences import Sequences
 
+PLAIN = Sequences()
+"""Full sequences, positions from 0."""
+
 
 class LatentAttention(nn.Module):
     """Keys and values come from one latent of `kv_rank`.
@@ -41,7 +44,7 @@ class LatentAttention(nn.Module):
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
         self.output = Linear(config.heads * config.value_dim, config.hidden)
 
-    def forward(self, x: Tensor, sequences: Sequences = Sequences()) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
         q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
@@ -68,7 +71,7 @@ class GroupedQueryAttention(nn.Module):
         self.value = Linear(config.hidden, config.kv_heads * config.head_dim)
         self.output = Linear(config.heads * config.head_dim, config.hidden)
 
-    def forward(self, x: Tensor, sequences: Sequences = Sequences()) -> Tensor:
+    def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
         query = self.rotary(_heads(self.query(x), config.heads), sequences.positions)

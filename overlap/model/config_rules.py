@@ -1,4 +1,4 @@
-"""The rules of ModelConfig: types, ranges, fields without effect, fields that must fit together. Never imports torch."""
+"""The rules of ModelConfig: types, ranges, fields without effect, fields that fit together. Never imports torch."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ Legend: B rows, S positions.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _check_packing(ends: Any, ids: Tensor) -> None:
     if values[0] != 0 or values[-1] != ids.numel():
         rule = f"must run from 0 to the number of tokens ({ids.numel()}): packed lengths sum to it"
         raise ConfigError(field="cu_seqlens", value=values, rule=rule)
-    if any(later <= earlier for earlier, later in zip(values, values[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(values)):
         raise ConfigError(field="cu_seqlens", value=values, rule="must increase: no sequence is empty")
     if not set(range(0, batch * length + 1, length)) <= set(values):
         rule = f"must end a sequence at each row's end (every {length} tokens): attention never crosses rows"

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional as F
 
 from overlap.model.config import ModelConfig
@@ -46,8 +47,8 @@ class AnyHead(nn.Module):
         """Factor on one of them in the objective."""
         return 1.0 if name == "loss" else self.config.mtp_scale / self.config.mtp
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """The output matrix [V, C]."""
+    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """[B, S, C] -> [B, S, V]; `detach`: the output matrix gets no gradient."""
         raise NotImplementedError
 
     def forward(self, state: Tensor, *reads: Tensor) -> Any:
@@ -60,13 +61,12 @@ class AnyHead(nn.Module):
         config = self.config
         depths, rest = reads[: config.mtp], reads[config.mtp :]
         feeds, tied = rest[: len(self.feeds)], rest[len(self.feeds) :]
-        weight = self.matrix(*tied)
         sequences = as_sequences(self.feeds[1:], feeds[1:])
         labels = feeds[0] if config.labels else derived_labels(feeds[0], sequences)
-        logits = linear(self.norm(self.contraction(state)), weight)
+        logits = self.logits(self.norm(self.contraction(state)), *tied)
         losses = [token_loss(logits, labels, per_token=config.per_token_loss)]
         for depth, output in enumerate(depths, start=1):
-            logits = linear(output, weight.detach() if config.mtp_detach else weight)
+            logits = self.logits(output, *tied, detach=config.mtp_detach)
             mean = token_loss(logits, labels_ahead(labels, sequences, depth), per_token=False)
             losses.append(mean * (labels != IGNORED).sum() if config.per_token_loss else mean)
         return tuple(losses) if config.mtp else losses[0]
@@ -79,18 +79,23 @@ class Head(AnyHead):
         super().__init__(config)
         self.projection = Linear(config.hidden, config.vocab)
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """Its own."""
-        return self.projection.weight
+    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """[B, S, C] -> [B, S, V]."""
+        if not detach:
+            own: Tensor = self.projection(x)
+            return own
+        frozen = {name: parameter.detach() for name, parameter in self.projection.named_parameters()}
+        detached: Tensor = functional_call(self.projection, frozen, (x,))
+        return detached
 
 
 class TiedHead(AnyHead):
     """Output matrix handed in: the embedding."""
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """The one handed in."""
+    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """[B, S, C] -> [B, S, V], by the embedding [V, C]."""
         (weight,) = tied
-        return weight
+        return linear(x, weight.detach() if detach else weight)
 
 
 def derived_labels(ids: Tensor, sequences: Sequences) -> Tensor:

@@ -24,10 +24,14 @@ _FIRST_GAIN = 0.01
 """Initial factor on what depends on the streams: a new model mixes evenly."""
 
 
+STREAMS = "streams"
+"""Name of the value that takes the streams past the feed-forward."""
+
+
 class HyperConnection(OwnInit):
     """Joins one sub-layer (attention or feed-forward) to the streams [B, S, n, C]."""
 
-    carried = ("streams", "h_post", "h_res")
+    carried = (STREAMS, "h_post", "h_res")
     """What merge() needs beside the sub-layer's output."""
     linear = False
     """merge() multiplies the output with a mapping, so its gradient needs the output (R8)."""
@@ -68,7 +72,9 @@ class HyperConnection(OwnInit):
         with torch.autocast(flat.device.type, enabled=False):
             raw = F.linear(flat, self.weight.to(wide))
         size = torch.linalg.vector_norm(flat, dim=-1, keepdim=True) / flat.shape[-1] ** 0.5
-        gains = self.gains.to(wide).repeat_interleave(torch.tensor((n, n, n * n), device=flat.device), output_size=raw.shape[-1])
+        gains = self.gains.to(wide).repeat_interleave(
+            torch.tensor((n, n, n * n), device=flat.device), output_size=raw.shape[-1]
+        )
         pre, post, residual = (raw / (size + epsilon) * gains + self.bias.to(wide)).split((n, n, n * n), dim=-1)
         h_pre = pre.sigmoid() + epsilon
         h_post = 2 * post.sigmoid()
@@ -103,7 +109,7 @@ class Contraction(OwnInit):
 
 
 def expand_streams(hidden: Tensor, streams: int) -> Tensor:
-    """n equal streams: [B, S, C] -> [B, S, n, C], contiguous."""
+    """Copy into equal streams: [B, S, C] -> [B, S, n, C], contiguous."""
     return hidden.unsqueeze(-2).repeat(1, 1, streams, 1)
 
 

@@ -181,10 +181,10 @@ class MoELayer(nn.Module):
         state, sequences = entry(*reads)
         ffn_input, carried = self.attn(state, sequences)
         flat = ffn_input.flatten(0, 1)
+        choice = None if pinned is None else pinned[0]
         mask = sequences.padding_mask
-        probs, routing, losses = self.router(
-            flat, None if pinned is None else pinned[0], padding=None if mask is None else mask.flatten()
-        )
+        routed = self.router(flat, choice) if mask is None else self.router(flat, choice, padding=mask.flatten())
+        probs, routing, losses = routed
         shared_input = (ffn_input,) if self.config.shared_width else ()
         tokens = permute(flat, routing)
         return (tokens, reorder(probs, routing), *carried, *shared_input, *losses, routing, routing.counts)

@@ -70,7 +70,9 @@ class MTPDepth(nn.Module):
         self.contraction = make_contraction(config)
         self.norm = RMSNorm(config.hidden, config.norm_eps)
 
-    def build(self, b: ProgramBuilder, weights: Weights, entry: MTPEntry, reads: Sequence[Value]) -> tuple[Value, Value]:
+    def build(
+        self, b: ProgramBuilder, weights: Weights, entry: MTPEntry, reads: Sequence[Value]
+    ) -> tuple[Value, Value]:
         """Add this depth's stages to the builder's current layer: those of its layer, then `mtp_post`.
 
         Returns:
@@ -78,9 +80,7 @@ class MTPDepth(nn.Module):
         """
         state = self.layer.build(b, weights, entry, reads)
         end = weights.bind(self.finish, (state,), (self.contraction, self.norm))
-        (output,) = b.compute(
-            "mtp_post", end.forward, *end.reads, outputs=("output",), parameters=end.parameters
-        )
+        (output,) = b.compute("mtp_post", end.forward, *end.reads, outputs=("output",), parameters=end.parameters)
         return (output if self.config.mhc is None else state), output
 
     def finish(self, state: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class PlainResidual(nn.Module):
     def merge(self, update: Tensor, *carried: Tensor) -> Tensor:
         """Add the sub-layer's output [B, S, C] to the residual stream."""
         (residual,) = carried
+        # In the type of the gradient that adjoint() will see, so that both draw the same noise under autocast.
+        update = update.to(residual.dtype)
         return dropout(update, self.config.dropout, training=self.training) + residual
 
 

@@ -7,6 +7,7 @@ know: a stage function runs with the value in the parameter's place (torch.func.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -63,7 +64,8 @@ class _Body(nn.Module):
 
     def __init__(self, function: Callable[..., Any], modules: Sequence[nn.Module]) -> None:
         super().__init__()
-        self.function = function
+        # a module in here twice would be swapped twice, and put back wrong; a partial is no module
+        self.function = partial(function)
         self.parts = nn.ModuleList(modules)
 
     def forward(self, *args: Any, **keywords: Any) -> Any:

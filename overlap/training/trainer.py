@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +21,8 @@ class StepReport:
     step: int
     loss: float
     """Mean over the step's microbatches of the main loss."""
+    losses: Mapping[str, float]
+    """The same for every loss of the head by its name: `loss`, and `mtp1_loss`, ... where there are MTP depths."""
     milliseconds: float
     tokens_per_second: float
 
@@ -60,9 +62,13 @@ class Trainer:
         update_expert_bias(self.chunk)
         seconds = time.perf_counter() - begin
         tokens = sum(feeds["ids"].numel() for feeds in microbatches)
+        # a layer's own losses are named after the layer
+        names = [loss.value for loss in self.chunk.program.losses if "." not in loss.value]
+        means = {name: self._mean_loss([item[name] for item in losses], tokens) for name in names}
         return StepReport(
             step=number,
-            loss=self._mean_loss([item["loss"] for item in losses], tokens),
+            loss=means["loss"],
+            losses=means,
             milliseconds=seconds * 1e3,
             tokens_per_second=tokens / seconds,
         )

@@ -37,11 +37,18 @@ def tokens(microbatches: int, batch: int = 2, seq: int = 6) -> list[Feeds]:
 def assert_exact(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds]) -> Usage:
     """Measured and predicted bytes are equal at every slot border, so in every peak too."""
     measured = measure_step(build(), microbatches).usage
-    predicted = predict(build, microbatches).usage
-    for left, right in zip(measured.curve, predicted.curve, strict=True):
-        assert (left.slot, dict(left.bytes)) == (right.slot, dict(right.bytes))
-    assert measured.as_json() == predicted.as_json()
+    assert_same(measured, predict(build, microbatches).usage)
     return measured
+
+
+def assert_same(measured: Usage, predicted: Usage) -> None:
+    """Equal at every border; names the first slot and the kinds that differ."""
+    for left, right in zip(measured.curve, predicted.curve, strict=True):
+        pairs = {kind.value: (left.bytes[kind], right.bytes[kind]) for kind in Bin}
+        differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+        assert left.slot == right.slot
+        assert not differ, f"{left.slot}: (measured, predicted) {differ}"
+    assert measured.as_json() == predicted.as_json()
 
 
 def measure_with(engine_type: type[Engine], chunk: ModelChunk, microbatches: Sequence[Feeds]) -> Usage:

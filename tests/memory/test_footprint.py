@@ -62,7 +62,7 @@ def footprint(forward: Forward, **declarations: Any) -> Iterator[Footprint]:
 
 
 def facts_of(found: Footprint, key: StageKey, source: Source, *, graph: bool = True, delayed: bool = False) -> Facts:
-    return found.facts[Kind(key, source, graph, False, delayed)]
+    return found.facts[delayed][Kind(key, source, graph, False)]
 
 
 READS = {Ref(Source.READ, 0), Ref(Source.READ, 1)}
@@ -109,7 +109,7 @@ def test_a_delayed_weight_gradient_holds_its_tensors_and_gives_at_w() -> None:
         assert facts.pending == READS | {Ref(Source.PIECE, 0)}
         assert facts.hidden == frozenset()
         assert facts.gives[1] is None
-        late = facts_of(found, (1, "mix"), Source.WGRAD)
+        late = facts_of(found, (1, "mix"), Source.WGRAD, delayed=True)
         assert (late.born, late.gives) == ((WIDTH * WIDTH * 4,), (None, (Ref(Source.WGRAD, 0),)))
         assert facts_of(found, (1, "mix"), Source.BACKWARD).pending == frozenset()
 
@@ -123,8 +123,8 @@ def test_parameters_are_outside() -> None:
 def test_routing_is_a_value_of_several_tensors() -> None:
     with fake_chunk(lambda: decoder(layers=1)) as chunk:
         found = take_footprint(chunk, tokens(1)[0])
-    first = found.facts[Kind((0, "attn"), Source.FORWARD, True, False)]
-    replay = found.facts[Kind((0, "attn"), Source.FORWARD, True, True)]
+    first = found.facts[False][Kind((0, "attn"), Source.FORWARD, True, False)]
+    replay = found.facts[False][Kind((0, "attn"), Source.FORWARD, True, True)]
     routing, counts = first.writes[-2:]
     assert len(set(routing)) == 4
     assert counts == routing[3:]
@@ -149,7 +149,7 @@ class Closure(torch.autograd.Function):
 
 
 def closure(x: Tensor, w: Tensor) -> Tensor:
-    result: Tensor = Closure.apply(x, w)  # type: ignore[no-untyped-call]
+    result: Tensor = Closure.apply(x, w)
     return result
 
 
@@ -242,7 +242,8 @@ def test_losses_that_return_a_buffer_of_full_size(loss, reduction) -> None:
             return b.build()
 
         def end(self, x: Tensor) -> Tensor:
-            return loss(x, torch.ones(WIDTH).expand_as(x), reduction=reduction)
+            total: Tensor = loss(x, torch.ones(WIDTH).expand_as(x), reduction=reduction)
+            return total
 
     assert_exact(lambda: ModelChunk(Model(loss), order="plain"), data(2))
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 
 from overlap.memory import Bin, fake_chunk, formula, measure_step, take_footprint
+from overlap.memory.facts import Footprint
 from overlap.memory.formula import graph_bytes, input_bytes
 from tests.memory.compare import block, decoder, none, tokens, uniform
 
@@ -12,13 +15,19 @@ LAYERS = 5
 INPUT = 2 * 6 * 16 * 4
 
 
+@cache
+def footprint() -> Footprint:
+    """Taken once; it does not depend on recompute."""
+    with fake_chunk(lambda: decoder(layers=LAYERS, dense_layers=1)) as chunk:
+        return take_footprint(chunk, tokens(1)[0], (False,))
+
+
 def estimate(recompute, microbatches):
     """(bins, A) of a five-layer decoder."""
-    with fake_chunk(lambda: decoder(recompute, layers=LAYERS, dense_layers=1)) as chunk:
-        found = take_footprint(chunk, tokens(1)[0], (False,))
-        graph = max(graph_bytes(chunk.program, found, layer) for layer in range(LAYERS))
-        assert input_bytes(chunk.program, found, (1,)) == INPUT
-        return formula(chunk, found, microbatches), graph
+    chunk = decoder(recompute, layers=LAYERS, dense_layers=1)
+    graph = max(graph_bytes(chunk.program, footprint().facts[False], layer) for layer in range(LAYERS))
+    assert input_bytes(chunk.program, footprint(), footprint().facts[False], (1,)) == INPUT
+    return formula(chunk, footprint(), microbatches), graph
 
 
 @pytest.mark.parametrize(

@@ -42,13 +42,13 @@ def test_first_pass_holds_one_layer_beside_inputs_and_routing(layers) -> None:
 
 
 def one_layer_bytes() -> int:
-    """Where a layer's first pass is widest, at the end of its experts: residual, shared output, the experts' input rows
-    and probabilities, and their output."""
+    """Where a layer's first pass is widest: at the end of its experts."""
+    # Residual, shared output; the experts' input rows and probabilities; their output.
     row = HIDDEN * 4
     return 2 * BATCH * SEQ * row + COPIES * (row + 4) + COPIES * row
 
 
-@pytest.mark.parametrize("layers", [2, 8])
+@pytest.mark.parametrize("layers", [1, 4])
 def test_no_segment_inputs_without_recompute(layers) -> None:
     peaks = measure_step(decoder(none, layers=layers), tokens(2)).usage.peaks.bins
     assert peaks[Bin.SEGMENT_INPUTS] == peaks[Bin.LIVE_SEGMENT] == peaks[Bin.RNG_STATES] == 0
@@ -60,9 +60,8 @@ def test_a_live_segment_grows_with_its_layers_not_with_the_model() -> None:
     def live(group: int, layers: int) -> int:
         return measure_step(decoder(uniform(group), layers=layers), tokens(2)).usage.peaks.bins[Bin.LIVE_SEGMENT]
 
-    assert live(1, 2) == live(1, 4) == live(1, 6)
-    assert live(2, 4) == live(2, 6)
-    assert live(2, 4) > live(1, 4)
+    assert live(1, 2) == live(1, 4)
+    assert live(2, 2) == live(2, 4) > live(1, 4)
 
 
 def test_weight_gradients_wait_only_if_delayed() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from overlap.memory import SegmentCounter
 from overlap.step import train_step
-from tests.overlap.programs import tiny_chunk, tiny_feeds
 from tests.memory.compare import block, none, uniform
+from tests.overlap.programs import tiny_chunk, tiny_feeds
 
 
 @pytest.mark.parametrize("order", ["plain", "multi_queue"])

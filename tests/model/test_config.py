@@ -13,12 +13,13 @@ from recompute.errors import ConfigError
 INTEGERS = [name for name, field in ModelConfig.__dataclass_fields__.items() if field.type == "int"]
 FLOATS = [name for name, field in ModelConfig.__dataclass_fields__.items() if field.type == "float"]
 BOOLS = [name for name, field in ModelConfig.__dataclass_fields__.items() if field.type == "bool"]
-ZERO_ALLOWED = {"layers", "dense_layers", "q_rank", "shared_width"}
+ZERO_ALLOWED = {"layers", "dense_layers", "q_rank", "shared_width", "mtp"}
 
 
 def test_every_field_has_a_type_that_is_checked() -> None:
     enums = {"attention", "score", "dtype"}
-    assert {*INTEGERS, *FLOATS, *BOOLS, *enums} == set(ModelConfig.__dataclass_fields__)
+    others = {"mhc", "mtp_widths"}
+    assert {*INTEGERS, *FLOATS, *BOOLS, *enums, *others} == set(ModelConfig.__dataclass_fields__)
 
 
 @pytest.mark.parametrize("name", INTEGERS)

@@ -24,7 +24,8 @@ def test_routing_sorts_by_expert_and_counts(topk: int) -> None:
     assert flat[routing.source].tolist() == sorted(flat.tolist())
     assert torch.equal(routing.source[routing.inverse], torch.arange(7 * topk))
     assert routing.counts.tolist() == [flat.tolist().count(e) for e in range(EXPERTS)]
-    assert all(t.dtype is torch.int64 for t in routing)
+    assert all(t.dtype is torch.int64 for t in (flat, routing.source, routing.inverse, routing.counts))
+    assert routing.covers
 
 
 def test_rows_of_an_expert_stay_in_token_order() -> None:

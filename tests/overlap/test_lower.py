@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from overlap.builder import ProgramBuilder
-from overlap.ir import Lane, Op, Program, Stage
+from overlap.ir import Input, Lane, Op, Program, Stage
 from overlap.lower import Event, Issue, Key, Piece, Plan, backward_reads, lower
 from overlap.orders import get_order
 from overlap.plan import Planner, PlanRequest, make_schedule
 from recompute import RecomputeConfig
-from tests.overlap.programs import dummy_program, label, nothing, side_of
+from tests.overlap.programs import Weight, dummy_program, label, nothing, side_of
 
 uniform = RecomputeConfig.uniform
 
@@ -157,6 +157,28 @@ def test_an_import_is_waited_for_once_per_lane() -> None:
     b.loss(out)
     backward = plans(b.build(), uniform(1), order="plain")[2]
     assert table(backward, lambda issue: map(event, issue.waits)) == ["R0.1.mix: N.0.send", "B0.0.send: B.1.mix"]
+
+
+def test_a_wait_implies_what_the_other_lane_had_waited_for() -> None:
+    """Three lanes: behind `send`, which is behind `attn`, is behind `attn`; one plan later nothing is known."""
+
+    def stage(name: str, lane: Lane, reads: str, writes: str, layer: int) -> Stage:
+        return Stage(
+            layer=layer, name=name, lane=lane, reads=tuple(reads.split()), writes=(writes,), forward=nothing,
+            nondiff=frozenset({writes}), parameters=(Weight(),) if name == "far" else (),
+        )  # fmt: skip
+
+    program = Program(
+        (
+            stage("attn", Lane.COMPUTE, "x", "y", 0),
+            stage("send", Lane.COMM, "y", "z", 0),
+            stage("far", Lane.P2P, "y z", "out", 1),
+        ),
+        (Input("x"),),
+    )
+    forward, _, backward = plans(program, uniform(1), order="plain")
+    assert table(forward, lambda issue: map(event, issue.waits)) == ["N1.0.send: N.0.attn", "N1.1.far: N.0.send"]
+    assert table(backward, lambda issue: map(event, issue.waits)) == ["R0.1.far: N.0.attn N.0.send"]
 
 
 def test_uses_on_foreign_lanes() -> None:

@@ -17,6 +17,8 @@ from recompute import ConfigError, RecomputeConfig
 from recompute.checkpoint import PlainLayer, checkpoint_layers
 from recompute.precision import capture_precision, no_autocast
 
+# torch says once per process that rms_norm has no fused kernel for mixed types.
+pytestmark = pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 RULES = [RecomputeConfig.uniform(1), RecomputeConfig.uniform(2), RecomputeConfig.block(1)]
 bf16 = torch.bfloat16
 

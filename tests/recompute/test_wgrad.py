@@ -77,7 +77,7 @@ def test_nothing_is_computed_before_it_is_drained() -> None:
         return x
 
     with collect_weight_gradients(collector):
-        assert weight_gradient(torch.ones(1), compute, torch.ones(1)) is None
+        assert weight_gradient(nn.Parameter(torch.ones(1)), compute, torch.ones(1)) is None
     assert calls == []
     collector.drain()
     assert len(calls) == 1
@@ -104,10 +104,10 @@ def test_collectors_nest_and_close_on_exceptions() -> None:
     outside, inside = WeightGradients(), WeightGradients()
     with collect_weight_gradients(outside):
         with pytest.raises(ValueError, match="inside"), collect_weight_gradients(inside):
-            fail(weight_gradient(torch.ones(1), torch.clone, torch.ones(1)))
-        weight_gradient(torch.ones(1), torch.clone, torch.ones(1))
+            fail(weight_gradient(nn.Parameter(torch.ones(1)), torch.clone, torch.ones(1)))
+        weight_gradient(nn.Parameter(torch.ones(1)), torch.clone, torch.ones(1))
     assert (len(outside.pending), len(inside.pending)) == (1, 1)
-    assert weight_gradient(torch.ones(1), torch.clone, torch.ones(1)) is not None
+    assert weight_gradient(nn.Parameter(torch.ones(1)), torch.clone, torch.ones(1)) is not None
 
 
 def test_a_computed_gradient_does_not_touch_the_first_one() -> None:

@@ -1,0 +1,1 @@
+"""Memory and step-time benchmarks: `python -m benchmarks.memory.run --suite h200`."""

@@ -1,0 +1,100 @@
+"""The cases: shapes, and the ways to run them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from overlap.model import DType, ModelConfig
+from recompute import RecomputeConfig, Replay
+
+SEQ = 4096
+MICROBATCHES = 6
+
+
+def proxy(layers: int, experts: int) -> ModelConfig:
+    """A DeepSeek-V3-shaped stand-in: hidden 2048, MLA, top-4 experts of width 1408, vocabulary 32000."""
+    return ModelConfig(
+        layers=layers,
+        experts=experts,
+        topk=4,
+        hidden=2048,
+        heads=16,
+        q_rank=512,
+        kv_rank=512,
+        nope_dim=128,
+        rope_dim=64,
+        value_dim=128,
+        expert_width=1408,
+        shared_width=0,
+        vocab=32000,
+        max_seq=SEQ,
+        dtype=DType.BFLOAT16,
+    )
+
+
+PROXIES = {"proxy-8": proxy(8, 32), "proxy-16": proxy(16, 16)}
+
+
+class Path(StrEnum):
+    """How a step runs."""
+
+    OVERLAP = "overlap"
+    """The overlap schedule."""
+    CONTIGUOUS = "contiguous"
+    """Layers whole, one microbatch after another, checkpoint_layers()."""
+
+
+class Wire(StrEnum):
+    """What moves the tokens."""
+
+    LOCAL = "local"
+    HOST_LOOPBACK = "host_loopback"
+    SM_COPY = "sm_copy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One measured run."""
+
+    proxy: str
+    path: Path = Path.OVERLAP
+    recompute: RecomputeConfig = RecomputeConfig.none()
+    order: str = "multi_queue"
+    delay_wgrad: bool = False
+    wire: Wire = Wire.LOCAL
+    wire_scale: float = 1.0
+
+    @property
+    def name(self) -> str:
+        """As the result tables show it."""
+        replay = "" if not self.recompute.enabled else f", {self.recompute.replay}"
+        how = f"overlap {self.order}{replay}" if self.path is Path.OVERLAP else "contiguous"
+        wire = "" if self.wire is Wire.LOCAL else f", {self.wire} x{self.wire_scale:g}"
+        return f"{self.proxy}: {self.recompute}, {how}{wire}"
+
+
+def memory_cases() -> list[Case]:
+    """Activation peaks of the contiguous path, exposed and hidden replay."""
+    cases = []
+    for name in PROXIES:
+        for rule in (RecomputeConfig.none(), RecomputeConfig.uniform(1)):
+            cases += _ways(name, rule)
+    for rule in (RecomputeConfig.uniform(2), RecomputeConfig.uniform(4), RecomputeConfig.block(4)):
+        cases += _ways("proxy-8", rule)
+    cases += _ways("proxy-16", RecomputeConfig.uniform(4))
+    return cases
+
+
+def _ways(name: str, rule: RecomputeConfig) -> list[Case]:
+    cases = [Case(proxy=name, path=Path.CONTIGUOUS, recompute=rule), Case(proxy=name, recompute=rule)]
+    if rule.enabled:
+        cases.append(Case(proxy=name, recompute=hidden(rule)))
+    return cases
+
+
+def hidden(rule: RecomputeConfig) -> RecomputeConfig:
+    """The same rule with hidden replay."""
+    return RecomputeConfig(
+        granularity=rule.granularity, method=rule.method, num_layers=rule.num_layers, replay=Replay.HIDDEN
+    )

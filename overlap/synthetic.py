@@ -1,0 +1,153 @@
+"""Synthetic programs and plans: the stages of a Mixture-of-Experts decoder without functions, to be simulated.
+
+Owns what the simulator needs in place of a model; nothing here runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from overlap.builder import ProgramBuilder, Value
+from overlap.costs import StageCosts
+from overlap.ir import Op, Program
+from overlap.lower import Key, Plan, backward_reads, lower
+from overlap.orders import Order
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
+from overlap.side import Side
+from overlap.simulate import Run
+from recompute.config import RecomputeConfig, Replay
+
+MOE, DENSE = "M", "D"
+"""Letters of layer kinds."""
+TODAY = "fused"
+"""The order that is simulated with all of today's best system's habits, not only its order: what follows a combine
+runs on the communication lane with it, and a replay comes whole, before anything else of its layer pair."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Weight:
+    """A parameter that trains."""
+
+    requires_grad: bool = True
+
+
+def _never(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError("a synthetic program is planned and simulated, never run")
+
+
+def synthetic_program(kinds: Sequence[str], costs: StageCosts, *, fused: bool = False) -> Program:
+    """A decoder with one layer per letter (M: MoE, D: dense) and the optional stages that `costs` knows.
+
+    Args:
+        kinds: Letters of the layers.
+        costs: A layer has `shared` and `post_attn` if these have a time, and weight gradients where W has.
+        fused: Whether `post` runs on the communication lane.
+    """
+    b = ProgramBuilder()
+    ids = b.input("ids")
+    layer = _Layer(b, costs, fused)
+    (hidden,) = layer.compute("embed", ids, outputs=("embedded",))
+    for index, kind in enumerate(kinds):
+        with b.layer(index):
+            hidden = layer.add(kind, hidden)
+    (loss,) = layer.compute("head", hidden, outputs=("loss",))
+    b.loss(loss)
+    return b.build()
+
+
+class _Layer:
+    """Adds stages to a builder."""
+
+    def __init__(self, b: ProgramBuilder, costs: StageCosts, fused: bool) -> None:
+        self._b, self._costs, self._fused = b, costs, fused
+
+    def compute(self, name: str, *reads: Value, outputs: Sequence[str], **more: Any) -> tuple[Value, ...]:
+        """A stage with parameters."""
+        wgrad = self._costs.has(Op.WGRAD, name)
+        return self._b.compute(name, _never, *reads, outputs=outputs, parameters=(_Weight(),), wgrad=wgrad, **more)
+
+    def add(self, kind: str, hidden: Value) -> Value:
+        """All stages of a layer."""
+        if self._costs.has(Op.FORWARD, "post_attn"):
+            (hidden,) = self.compute("attn", hidden, outputs=("context",))
+        name = "post_attn" if self._costs.has(Op.FORWARD, "post_attn") else "attn"
+        if kind == DENSE:
+            residual, tokens = self.compute(name, hidden, outputs=("residual", "tokens"))
+            (mixed,) = self.compute("experts", tokens, outputs=("mixed",))
+            (out,) = self._b.compute("post", _never, residual, mixed, outputs=("out",), adjoint=_never)
+            return out
+        written = ("residual", "tokens", "probs")
+        residual, tokens, probs, routing = self.compute(
+            name, hidden, outputs=written, nondiff=("routing",), pins=("routing",)
+        )
+        extra = ()
+        if self._costs.has(Op.FORWARD, "shared"):
+            extra = self.compute("shared", tokens, outputs=("extra",))
+        sent = self._b.comm("dispatch", _never, tokens, probs, routing, outputs=("sent", "weights"), adjoint=_never)
+        (done,) = self.compute("experts", *sent, outputs=("done",))
+        (mixed,) = self._b.comm("combine", _never, done, routing, outputs=("mixed",), adjoint=_never)
+        post = self._b.comm if self._fused else self._b.compute
+        (out,) = post("post", _never, residual, mixed, *extra, outputs=("out",), adjoint=_never)
+        return out
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """Everything that plans of synthetic layers depend on."""
+
+    kinds: tuple[str, ...]
+    order: Order
+    recompute: RecomputeConfig
+    costs: StageCosts
+    delayed: bool = True
+
+    @cached_property
+    def program(self) -> Program:
+        """The synthetic program."""
+        return synthetic_program(self.kinds, self.costs, fused=self._today)
+
+    @cached_property
+    def side(self) -> Side:
+        """The program as a microbatch runs it."""
+        hidden = self.recompute.replay is Replay.HIDDEN
+        return Side(self.program, segments_of(self.program, self.recompute), self.program.trained(), hidden=hidden)
+
+    def plan(self, *, forward: bool, backward: bool) -> Plan:
+        """The plan in which these sides run.
+
+        Raises:
+            ScheduleError: The order does not fit.
+        """
+        sides = {number: self.side for number, used in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)) if used}
+        today = self._today
+        schedule = make_schedule(
+            self.order, sides.get(FORWARD_SIDE), sides.get(BACKWARD_SIDE),
+            delayed=self.delayed, elide=not today, replay_first=today,
+        )  # fmt: skip
+        return lower(schedule, sides, {FORWARD_SIDE: self._survivors} if forward else {})
+
+    def pair_run(self) -> list[Run]:
+        """One forward beside one backward; what ran before is not there."""
+        return [(self.plan(forward=True, backward=True), {FORWARD_SIDE: 1, BACKWARD_SIDE: 0})]
+
+    def step_runs(self, microbatches: int) -> list[Run]:
+        """A training step: forward of the first alone, then pairs, then backward of the last alone."""
+        pair = self.plan(forward=True, backward=True) if microbatches > 1 else Plan(issues=(), imports={}, exports={})
+        return [
+            (self.plan(forward=True, backward=False), {FORWARD_SIDE: 0}),
+            *((pair, {FORWARD_SIDE: number, BACKWARD_SIDE: number - 1}) for number in range(1, microbatches)),
+            (self.plan(forward=False, backward=True), {BACKWARD_SIDE: microbatches - 1}),
+        ]
+
+    @property
+    def _today(self) -> bool:
+        return self.order.name == TODAY
+
+    @cached_property
+    def _survivors(self) -> frozenset[Key]:
+        side = replace(self.side, hidden=False)
+        schedule = make_schedule(self.order, None, side, delayed=False, elide=not self._today)
+        return backward_reads(schedule, {BACKWARD_SIDE: side}).get(BACKWARD_SIDE, frozenset())
