@@ -63,8 +63,7 @@ class StageCosts:
     def scaled_transfers(self, factor: float) -> StageCosts:
         """The same with transfers that take `factor` times as long."""
         times = {
-            (op, stage): ms * factor if stage in self.transfers else ms
-            for (op, stage), ms in self.milliseconds.items()
+            (op, stage): ms * factor if stage in self.transfers else ms for (op, stage), ms in self.milliseconds.items()
         }
         return StageCosts(
             name=f"{self.name}, transfers x {factor:g}", milliseconds=MappingProxyType(times), kernels=self.kernels,
@@ -140,9 +139,7 @@ def read_costs(name: str, content: Any) -> StageCosts:
             raise ConfigError(field="costs.milliseconds", value=text, rule=rule)
         _check_time(f"costs.milliseconds.{text}", ms)
         times[Op(op), stage] = float(ms)
-    return StageCosts(
-        name=name, milliseconds=MappingProxyType(times), kernels=kernels, host_milliseconds=float(host)
-    )
+    return StageCosts(name=name, milliseconds=MappingProxyType(times), kernels=kernels, host_milliseconds=float(host))
 
 
 def costs_of(timeline: Timeline) -> StageCosts:

@@ -94,16 +94,15 @@ HIDDEN: Mapping[str, str] = MappingProxyType({
         F.dispatch F.shared
         R.attn     R.post_attn  R.shared    # hide F.dispatch
         R.dispatch
-        B.experts  F.experts    # hide R.dispatch
-        B.dispatch
-        B.shared   W.shared
-        W.experts  R.experts    # hide B.dispatch
+        B.experts  W.experts    # hide R.dispatch
+        B.dispatch B.shared     W.shared
+        R.experts
+        R.combine
+        F.experts               # hides B.dispatch and R.combine, with R.experts
         F.combine
         B.post_attn  W.post_attn
-        B.attn                  # hides F.combine
-        R.combine
-        W.attn
-        F.post     F.mtp_post
+        B.attn     W.attn       # hide F.combine
         R.post     R.mtp_post
+        F.post     F.mtp_post
     """,
 })  # fmt: skip

@@ -21,6 +21,7 @@ STAGE_NAMES = frozenset({"attn", "shared", "dispatch", "experts", "combine", "po
 """Stage names that an order may always name, whether or not a model has them."""
 
 ORDER_NAMES = tuple(EXPOSED)
+_TRANSFERS = frozenset({"dispatch", "combine"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +103,13 @@ def load_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:
         return Order.parse(path.stem, path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ScheduleError(f"order file {name!r} cannot be read: {error}") from error
+
+
+def format_order(order: Order) -> str:
+    """The text table of an order, a line for each all-to-all and the compute behind it; Order.parse reads it back."""
+    lines: list[list[str]] = [[]]
+    for step in order.steps:
+        if step.stage in _TRANSFERS:
+            lines.append([])
+        lines[-1].append(str(step))
+    return "".join(f"{' '.join(words)}\n" for words in lines if words)

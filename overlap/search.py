@@ -41,9 +41,7 @@ class Found:
     """Orders that were scored."""
 
 
-def search(
-    system: System, *, queues: Sequence[int] = QUEUES, restarts: int = 4, seed: int = 0
-) -> Found:
+def search(system: System, *, queues: Sequence[int] = QUEUES, restarts: int = 4, seed: int = 0) -> Found:
     """Look for the order with the shortest layer pair; the same arguments find the same order.
 
     Args:

@@ -9,6 +9,7 @@ from overlap.model import DType, ModelConfig
 from recompute import RecomputeConfig, Replay
 
 SEQ = 4096
+NONE = RecomputeConfig.none()
 MICROBATCHES = 6
 
 
@@ -59,7 +60,7 @@ class Case:
 
     proxy: str
     path: Path = Path.OVERLAP
-    recompute: RecomputeConfig = RecomputeConfig.none()
+    recompute: RecomputeConfig = NONE
     order: str = "multi_queue"
     delay_wgrad: bool = False
     wire: Wire = Wire.LOCAL

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.memory.cases import MICROBATCHES, PROXIES, SEQ, Case, Path, Wire
 from overlap.chunk import ModelChunk
@@ -16,9 +16,10 @@ from overlap.contiguous import contiguous_step
 from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
-from overlap.model import Decoder, ModelConfig
+from overlap.ir import Lane
+from overlap.model import Decoder, ModelConfig, MoELayer
 from overlap.orders import get_order
-from overlap.step import train_step
+from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
 
 _MIB = 2**20
@@ -60,7 +61,7 @@ class Bench:
     def __init__(self, proxy: str) -> None:
         self.config: ModelConfig = PROXIES[proxy]
         with DEVICE:
-            self._model = Decoder(self.config, seed=0)
+            self._model = Decoder(self.config, seed=0, init=_init_on_device)
         self._model.to(DEVICE)
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -71,7 +72,7 @@ class Bench:
         """The model under a case's settings; all cases share its weights."""
         transport = transport_of(case)
         for layer in self._model.layers:
-            if layer.is_moe:
+            if isinstance(layer, MoELayer):
                 layer.transport = transport
         return ModelChunk(
             self._model,
@@ -110,6 +111,40 @@ class Bench:
             steps=tuple(times),
         )
 
+    def forward_working_set(self) -> Measured:
+        """Peak of one MoE layer's forward without a graph, above its input."""
+        program = self.chunk(Case(proxy="")).program
+        hidden = torch.randn(1, SEQ, self.config.hidden, device=DEVICE, dtype=torch.bfloat16)
+        stages = program.layer_stages[self.config.layers - 1]
+        values: dict[str, object] = {stages[0].reads[0]: hidden}
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            for stage in stages:
+                result = stage.forward(
+                    *(values[name] for name in stage.reads), **({"pinned": None} if stage.pins else {})
+                )
+                values.update(zip(stage.writes, result if len(stage.writes) > 1 else (result,), strict=True))
+        peak = (torch.cuda.max_memory_allocated() - before) / _MIB
+        return Measured(name="one layer's forward working set", activation_peak=peak, reserved=0.0, step=0.0, steps=())
+
+    def communication_ms(self, case: Case) -> float:
+        """A step's communication alone: its trips one after another, nothing beside them."""
+        chunk = self.chunk(case)
+        trips = [
+            issue for plan, _, _ in step_plans(chunk, MICROBATCHES) for issue in plan.issues if issue.lane is Lane.COMM
+        ]
+        rows = torch.randn(SEQ * self.config.topk, self.config.hidden, device=DEVICE, dtype=torch.bfloat16)
+        transport = HostLoopback(case.wire_scale)
+
+        def run() -> None:
+            for _ in trips:
+                transport.round_trip(rows)
+
+        run()
+        return median([timed(run) for _ in range(3)])
+
     def paired(self, cases: Sequence[Case], rounds: int = 9) -> list[Measured]:
         """Step times of several cases, measured in turns so that drift hits all alike."""
         steps = [self.step_of(case) for case in cases]
@@ -126,15 +161,26 @@ class Bench:
         ]
 
 
+@torch.no_grad()
+def _init_on_device(model: nn.Module, seed: int) -> None:
+    """Fill the parameters on the device itself: billions of them take minutes on a CPU."""
+    torch.cuda.manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)
+        else:
+            parameter.normal_(std=parameter.shape[1] ** -0.5)
+
+
 def timed(step: Callable[[], None]) -> float:
     """Milliseconds of one call, the device's work included."""
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin, end = torch.Event(DEVICE, enable_timing=True), torch.Event(DEVICE, enable_timing=True)
     torch.cuda.synchronize()
     begin.record()
     step()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return float(begin.elapsed_time(end))
 
 
 def random_feeds(vocab: int) -> list[Feeds]:

@@ -1,4 +1,4 @@
-"""`python -m overlap`: plan, verify, train, profile, demo.
+"""`python -m overlap`: plan, verify, train, profile, demo, simulate, timeline.
 
 Exit status: 0 well, 1 different (verify), 2 bad input. With --json stdout carries one object and stderr all else.
 """
@@ -9,7 +9,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from overlap.cli import demo, plan, profile, train, verify
+from overlap.cli import demo, plan, profile, simulate, timeline, train, verify
 from overlap.errors import ProgramError, ScheduleError
 from recompute.errors import ConfigError
 
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Layer-granular activation recompute for MoE training under all-to-all overlap.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for module in (plan, verify, train, profile, demo):
+    for module in (plan, verify, train, profile, demo, simulate, timeline):
         module.add_parser(commands)
     args = parser.parse_args(argv)
     run: Command = args.run

@@ -5,6 +5,7 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -29,6 +30,8 @@ from overlap.model.weights import Weights
 from recompute.errors import ConfigError
 
 _LOCAL = LocalTransport()
+Init = Callable[[nn.Module, int], None]
+"""init(model, seed) fills every parameter."""
 
 
 class Decoder(nn.Module):
@@ -40,9 +43,12 @@ class Decoder(nn.Module):
         config: The shape.
         transport: Moves tokens between ranks; the default keeps them.
         seed: Of the initial weights.
+        init: Fills the parameters.
     """
 
-    def __init__(self, config: ModelConfig, *, transport: Transport = _LOCAL, seed: int = 0) -> None:
+    def __init__(
+        self, config: ModelConfig, *, transport: Transport = _LOCAL, seed: int = 0, init: Init = init_weights
+    ) -> None:
         super().__init__()
         self.config = config
         rotary = Rotary(config)
@@ -54,7 +60,7 @@ class Decoder(nn.Module):
             )
             self.head = TiedHead(config) if config.tied else Head(config)
             self.mtp = nn.ModuleList(make_depths(config, rotary, transport))
-        init_weights(self, seed)
+        init(self, seed)
 
     def program(self) -> Program:
         """The stages of one microbatch.

@@ -54,9 +54,10 @@ def _check_tensor(name: str, value: Any, ids: Tensor, dtype: torch.dtype) -> Non
 def _check_padding(config: ModelConfig, feeds: Mapping[str, Any], ids: Tensor) -> None:
     mask = feeds["padding_mask"]
     _check_tensor("padding_mask", mask, ids, torch.bool)
-    if config.labels and _on_host(mask) and bool((mask & (feeds["labels"] != IGNORED)).any()):
+    labels = feeds["labels"] if config.labels else mask
+    if config.labels and _on_host(mask) and _on_host(labels) and (labels.numpy()[mask.numpy()] != IGNORED).any():
         rule = f"must be {IGNORED} (no loss) where padding_mask says that a token is padding"
-        raise ConfigError(field="labels", value=_kind(feeds["labels"]), rule=rule)
+        raise ConfigError(field="labels", value=_kind(labels), rule=rule)
 
 
 def _check_packing(ends: Any, ids: Tensor) -> None:
@@ -78,13 +79,17 @@ def _check_packing(ends: Any, ids: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, max_seq: int) -> None:
-    if _on_host(positions) and positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < max_seq:
+    if not _on_host(positions) or positions.numel() == 0:
+        return
+    least, most = int(positions.numpy().min()), int(positions.numpy().max())
+    if least < 0 or most >= max_seq:
         rule = f"must lie in 0 to max_seq - 1 ({max_seq - 1})"
-        raise ConfigError(field="positions", value=[int(positions.min()), int(positions.max())], rule=rule)
+        raise ConfigError(field="positions", value=[least, most], rule=rule)
 
 
 def _on_host(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    """Whether there are contents to look at (NumPy does, which works beside fake tensors)."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu"
 
 
 def _kind(value: Any) -> str:

@@ -39,9 +39,7 @@ def watch_hooks(chunk: ModelChunk, watcher: Watcher) -> Fired:
     fired: Fired = []
     for name, parameter in chunk.module.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(
-                lambda _, name=name: fired.append((name, watcher.slot))  # type: ignore[misc]
-            )
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append((name, watcher.slot)))
     return fired
 
 
@@ -69,9 +67,7 @@ def test_gradient_seen_by_the_last_hook_is_the_sum() -> None:
     chunk, feeds = make_chunk(U(1), delay_wgrad=True), make_feeds(2)
     seen: dict[str, Tensor] = {}
     for name, parameter in chunk.module.named_parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p, name=name: seen.__setitem__(name, p.grad.clone())  # type: ignore[misc]
-        )
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.__setitem__(name, p.grad.clone()))
     train_step(chunk, feeds)
     total = run(make_chunk(), feeds, reference_step).gradients
     single = run(make_chunk(), feeds[1:], reference_step, accumulate=2).gradients
@@ -177,7 +173,7 @@ def test_two_calls_are_one_call_of_all_microbatches(rule: RecomputeConfig) -> No
 def test_two_calls_with_a_loss_per_token() -> None:
     """Row 57: the same where losses are sums over tokens of unequal microbatches."""
     feeds = make_feeds(4)
-    feeds[1]["labels"][:, 3:] = -100  # type: ignore[index]
+    feeds[1]["labels"][:, 3:] = -100
     tokens = sum(int((mb["labels"] != -100).sum()) for mb in feeds)
 
     def chunk() -> ModelChunk:
@@ -199,7 +195,7 @@ class BucketReducer:
         self.issued: list[int] = []
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket:
-                parameter.register_post_accumulate_grad_hook(lambda p, n=number: self._ready(n, p))  # type: ignore[misc]
+                parameter.register_post_accumulate_grad_hook(lambda p, n=number: self._ready(n, p))
 
     def _ready(self, number: int, parameter: nn.Parameter) -> None:
         self.ready[id(parameter)] += 1

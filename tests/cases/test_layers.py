@@ -94,11 +94,12 @@ def run_pair(
 @pytest.mark.parametrize(("ahead", "behind"), [(2, 0), (0, 2), (3, 2), (1, 4), (0, 0)])
 def test_chunks_of_different_length(ahead: int, behind: int, rule: RecomputeConfig) -> None:
     """Row 37: two chunks, forward of one beside backward of the other; every node once, EQ, nothing left."""
-    chunks = [make_chunk(rule, layers=layers, dropout=0.1) for layers in (ahead, behind)]
+    chunks = make_chunk(rule, layers=ahead, dropout=0.1), make_chunk(rule, layers=behind, dropout=0.1)
     feeds = make_feeds(2)
     norms: list[str] = []
     for name, chunk in zip(("ahead", "behind"), chunks, strict=True):
-        chunk.module.head.norm.register_forward_hook(lambda *_, name=name: norms.append(name))  # type: ignore[union-attr, operator]
+        norm = chunk.module.get_submodule("head.norm")
+        norm.register_forward_hook(lambda *_, name=name: norms.append(name))
     expected = []
     for chunk, mb in zip(chunks, feeds, strict=True):
         side = copy.deepcopy(chunk)

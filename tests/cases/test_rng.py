@@ -43,7 +43,7 @@ def drawn_masks(
     real = dropout_module.dropout_noise
 
     def noise(like: Tensor, p: float) -> Tensor:
-        result = real(like, p)
+        result: Tensor = real(like, p)
         if watcher.slot is not None:
             masks[watcher.slot[1:]][watcher.slot[0] in FIRST].append(result)
         return result

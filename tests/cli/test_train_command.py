@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from overlap.training import checkpoint as checkpoint_module
 from tests.cli.run import TINY, command, refused
 
 Capsys = pytest.CaptureFixture[str]
@@ -75,7 +74,7 @@ def assert_same(expected: object, found: object) -> None:
         for left, right in zip(expected, found, strict=True):
             assert_same(left, right)
     elif isinstance(expected, torch.Tensor):
-        assert torch.equal(expected, found)  # type: ignore[arg-type]
+        assert torch.equal(expected, found)
     else:
         assert expected == found
 
@@ -166,7 +165,7 @@ def test_a_save_that_fails_leaves_the_old_file(capsys: Capsys, tmp_path: Path, m
         Path(where).write_bytes(b"half a checkpoint")
         raise OSError("disk full")
 
-    monkeypatch.setattr(checkpoint_module.torch, "save", fail)
+    monkeypatch.setattr(torch, "save", fail)
     with pytest.raises(OSError, match="disk full"):
         command(capsys, f"{SMALL} --steps 1 --save", str(path))
     assert path.read_bytes() == before
@@ -180,11 +179,15 @@ def test_a_save_that_fails_leaves_the_old_file(capsys: Capsys, tmp_path: Path, m
         ("--lr nan", "lr=nan: must be above 0"),
         ("--lr inf", "lr=inf: must be above 0 and finite"),
         ("--save .", "save='.': must be a file to write, not a folder"),
-        ("--program examples.own_layer:build", "program='examples.own_layer:build': train knows the built-in decoder"),
     ],
 )
 def test_refused(words: str, message: str, capsys: Capsys) -> None:
     assert message in refused(capsys, f"{SMALL} {words}")
+
+
+def test_own_models_are_not_trained(capsys: Capsys) -> None:
+    message = refused(capsys, "train --program examples.own_layer:build")
+    assert "program='examples.own_layer:build': train knows the built-in decoder only" in message
 
 
 def test_for_people(capsys: Capsys) -> None:

@@ -25,7 +25,7 @@ def test_columns_of_the_json(profile) -> None:
             "segment_inputs", "pinned_routing", "live_segment", "pending_wgrad", "rng_states", "rest", "total"
         }  # fmt: skip
     assert payload["in_slot_peak"] >= payload["measured"]["total"]
-    assert payload["host"]["own_us"] > 0
+    assert payload["host"]["engine_us"] > 0
 
 
 def test_measured_and_predicted_are_equal_slot_by_slot(profile) -> None:

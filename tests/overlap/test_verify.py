@@ -144,13 +144,19 @@ def test_two_steps_and_what_is_compared() -> None:
     assert all(torch.equal(value, after[name]) for name, value in before.items() if torch.is_tensor(value))
 
 
+def gradient_of(chunk: ModelChunk, name: str) -> Tensor:
+    gradient = chunk.module.get_parameter(name).grad
+    assert gradient is not None
+    return gradient
+
+
 def test_a_reference_that_differs_is_named() -> None:
     """Negative control: a reference that adds to one gradient, one buffer and draws once more."""
 
     def other(chunk: ModelChunk, microbatches: Any) -> Any:
         losses = reference_step(chunk, microbatches)
-        chunk.module.embedding.grad[0, 0] += 1  # type: ignore[index, union-attr, operator]
-        chunk.module.layers[1].router.tokens_per_expert[0] += 1  # type: ignore[union-attr, index]
+        gradient_of(chunk, "embedding")[0, 0] += 1
+        chunk.module.get_buffer("layers.1.router.tokens_per_expert")[0] += 1
         torch.rand(1)
         losses[0]["loss"] += 1
         return losses
@@ -180,7 +186,7 @@ def test_a_difference_in_the_first_step_is_remembered() -> None:
     def other(chunk: ModelChunk, microbatches: Any) -> Any:
         losses = reference_step(chunk, microbatches)
         if chunk.steps_done == 1:
-            chunk.module.head.norm.weight.grad.mul_(0)  # type: ignore[union-attr]
+            gradient_of(chunk, "head.norm.weight").mul_(0)
         return losses
 
     assert "head.norm.weight" in verify(make(), batches(2, 1), reference=other).gradients.different
@@ -189,7 +195,7 @@ def test_a_difference_in_the_first_step_is_remembered() -> None:
 def test_a_gradient_that_is_not_finite_is_named() -> None:
     chunk = make()
     with torch.no_grad():
-        chunk.module.head.norm.weight[0] = float("inf")  # type: ignore[index, union-attr, operator]
+        chunk.module.get_parameter("head.norm.weight")[0] = float("inf")
     verdict = verify(chunk, batches(1, 1))
     assert not verdict.equal
     assert "head.projection.weight" in verdict.gradients.different

@@ -50,7 +50,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
-        output = self.second(hidden)
+        output: Tensor = self.second(hidden)
         self.dtypes.append((hidden.dtype, output.dtype, torch.is_grad_enabled()))
         return x + output
 

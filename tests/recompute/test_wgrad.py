@@ -36,7 +36,7 @@ class Product(torch.autograd.Function):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    result: Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
+    result: Tensor = Product.apply(x, weight)
     return result
 
 

@@ -1,0 +1,93 @@
+"""Run a suite and write its results: `python -m benchmarks.memory.run --suite h200 --out benchmarks/memory/results`."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path as FilePath
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.memory.cases import PROXIES, memory_cases
+from benchmarks.memory.measure import Bench, Measured
+from benchmarks.memory.speed import loopback, overhead, queues
+
+BACKEND = SDPBackend.EFFICIENT_ATTENTION
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on."""
+    return {
+        "command": " ".join(["python -m benchmarks.memory.run", *sys.argv[1:]]),
+        "date": datetime.now(tz=UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+        "attention": BACKEND.name,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "CUDA_DEVICE_MAX_CONNECTIONS": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "unset"),
+        "PYTORCH_CUDA_ALLOC_CONF": os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "unset"),
+    }
+
+
+def memory() -> list[dict[str, Any]]:
+    """Activation peaks of every memory case."""
+    results: list[Measured] = []
+    for proxy in PROXIES:
+        bench = Bench(proxy)
+        for case in memory_cases():
+            if case.proxy == proxy:
+                results.append(bench.measure(case))
+                report(results[-1])
+        results.append(bench.forward_working_set())
+        report(results[-1])
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    return [asdict(result) for result in results]
+
+
+def report(result: Measured) -> None:
+    """A line of progress."""
+    line = f"{result.name:62s} peak {result.activation_peak:8.1f} MiB  reserved {result.reserved:8.0f}"
+    print(f"{line}  step {result.step:8.1f} ms", flush=True)
+
+
+SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
+    "memory": (("memory", memory),),
+    "overhead": (("overhead", overhead),),
+    "loopback": (("loopback", loopback),),
+    "queues": (("queues", queues),),
+    "h200": (("memory", memory), ("overhead", overhead), ("loopback", loopback)),
+}
+
+
+def main() -> int:
+    """Run and write one JSON file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--out", default="benchmarks/memory/results", metavar="DIR")
+    args = parser.parse_args()
+    payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
+    with sdpa_kernel(BACKEND):
+        for name, part in SUITES[args.suite]:
+            payload[name] = part()
+    folder = FilePath(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{args.suite}.json"
+    target.write_text(json.dumps(payload, indent=1) + "\n")
+    print(f"wrote {target}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

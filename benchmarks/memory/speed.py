@@ -1,0 +1,75 @@
+"""Step times: the overlap machinery's own cost, and how much of the replay's communication stays exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+from benchmarks.memory.cases import Case, Path, Wire, hidden
+from benchmarks.memory.measure import Bench, Measured
+from recompute import RecomputeConfig
+
+UNIFORM = RecomputeConfig.uniform(1)
+ORDERS = ("multi_queue", "single_queue")
+SHARE = 0.35
+"""Communication's share of the exposed step, in the loopback runs."""
+
+
+def overhead() -> list[dict[str, Any]]:
+    """Nothing to hide: the overlapped step beside the plain one, in turns."""
+    bench = Bench("proxy-8")
+    plain = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM)
+    cases = [plain, *(Case(proxy="proxy-8", recompute=UNIFORM, order=order) for order in ORDERS)]
+    cases.append(Case(proxy="proxy-8", recompute=hidden(UNIFORM)))
+    results = bench.paired(cases)
+    _report(results)
+    return [asdict(result) | {"of_plain": result.step / results[0].step} for result in results]
+
+
+def loopback() -> list[dict[str, Any]]:
+    """Communication worth SHARE of the exposed step: exposed, overlapped, and with the replay hidden."""
+    bench = Bench("proxy-8")
+    scale = _calibrate(bench)
+    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale)
+    local = replace(base, wire=Wire.LOCAL, wire_scale=1.0)
+    cases = [
+        local,
+        replace(base, path=Path.CONTIGUOUS),
+        *(replace(base, order=order) for order in ORDERS),
+        *(replace(base, order=order, recompute=hidden(UNIFORM)) for order in ORDERS),
+        *(replace(base, order=order, recompute=hidden(UNIFORM), delay_wgrad=True) for order in ORDERS),
+    ]
+    results = bench.paired(cases)
+    _report(results)
+    wire = bench.communication_ms(base)
+    bound = max(results[0].step, wire)
+    rows = [asdict(result) | {"of_bound": result.step / bound} for result in results]
+    print(f"scale {scale:.3f}  communication alone {wire:.1f} ms  bound {bound:.1f} ms")
+    return [*rows, {"name": "bound", "scale": scale, "communication": wire, "bound": bound}]
+
+
+def queues() -> list[dict[str, Any]]:
+    """Communication by kernel, under the CUDA_DEVICE_MAX_CONNECTIONS that the process was started with."""
+    bench = Bench("proxy-8")
+    cases = [
+        Case(proxy="proxy-8", recompute=rule, order=order, wire=Wire.SM_COPY, wire_scale=1)
+        for order in ORDERS
+        for rule in (UNIFORM, hidden(UNIFORM))
+    ]
+    results = bench.paired(cases)
+    _report(results)
+    return [asdict(result) for result in results]
+
+
+def _calibrate(bench: Bench) -> float:
+    """The scale at which communication is SHARE of the contiguous step, where all of it is exposed."""
+    probe = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM, wire=Wire.HOST_LOOPBACK)
+    local, full = bench.paired([replace(probe, wire=Wire.LOCAL), probe], rounds=5)
+    wire = full.step - local.step
+    return SHARE / (1 - SHARE) * local.step / wire
+
+
+def _report(results: Sequence[Measured]) -> None:
+    for result in results:
+        print(f"{result.name:70s} step {result.step:8.1f} ms  of first {result.step / results[0].step:.3f}", flush=True)

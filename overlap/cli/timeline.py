@@ -1,0 +1,67 @@
+"""`timeline`: a Chrome/Perfetto trace and a picture of the lanes, simulated, beside a recorded run if there is one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from overlap.cli.modelled import add_options, describe, read_modelled
+from overlap.cli.report import console, print_json
+from overlap.draw_timeline import draw_timelines
+from overlap.steady import measure_step
+from overlap.timeline import Timeline, chrome_trace, read_trace
+from recompute.errors import ConfigError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command to the command line."""
+    parser = commands.add_parser(
+        "timeline",
+        help="a trace and a picture of a step's lanes, in a model",
+        description="Simulate a step and write OUT/timeline.json (open it in ui.perfetto.dev) and OUT/timeline.png.",
+    )
+    add_options(parser)
+    parser.add_argument("--out", default="out", metavar="DIR", help="folder for the files (default out)")
+    parser.add_argument("--recorded", metavar="FILE", help="a recorded run's trace, drawn above the simulation")
+    parser.add_argument("--from-ms", type=float, default=0.0, metavar="MS", help="where the picture begins (default 0)")
+    parser.add_argument("--to-ms", type=float, metavar="MS", help="where it ends (default: with the step)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulate, write, draw; returns the exit status."""
+    modelled = read_modelled(args)
+    recorded = () if args.recorded is None else _recorded(Path(args.recorded))
+    simulated = measure_step(modelled.system, modelled.microbatches, modelled.queues)
+    timelines = (*recorded, simulated)
+    last = max(timeline.end for timeline in timelines) if args.to_ms is None else args.to_ms
+    if not 0 <= args.from_ms < last:
+        raise ConfigError(field="from_ms", value=args.from_ms, rule="must be from 0 to below the picture's end")
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    trace, picture = out / "timeline.json", out / "timeline.png"
+    trace.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
+    draw_timelines(timelines, picture, start=args.from_ms, end=last)
+    payload = {
+        "milliseconds": {timeline.name: timeline.end for timeline in timelines},
+        "trace": str(trace),
+        "picture": str(picture),
+        "config": describe(modelled),
+    }
+    if args.json:
+        print_json(payload)
+    else:
+        for timeline in timelines:
+            console.print(f"{timeline.name}: {timeline.end:.2f} ms")
+        console.print(f"trace: {trace}, picture: {picture}")
+    return 0
+
+
+def _recorded(path: Path) -> tuple[Timeline, ...]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(field="recorded", value=str(path), rule=f"cannot be read as JSON: {error}") from error
+    return read_trace(content)
