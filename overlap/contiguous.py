@@ -6,6 +6,7 @@ Plain checkpointing under the same settings, for comparison: no overlap, the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from overlap.ir import Effect, Program, Stage
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.checkpoint import LayerResult, checkpoint_layers
-from recompute.config import RecomputeConfig
+from recompute.config import RecomputeConfig, Replay
 from recompute.precision import Precision, capture_precision, no_autocast
 
 
@@ -53,7 +54,11 @@ def _microbatch(
     layers = [_ProgramLayer(program, index, values, run, owner) for index in program.layers]
     if layers:
         hidden, losses = checkpoint_layers(
-            layers, values[layers[0].source], config, num_mtp_layers=len(program.mtp_layers)
+            # There is nothing to hide a replay behind, so that setting does not count here.
+            layers,
+            values[layers[0].source],
+            replace(config, replay=Replay.JUST_IN_TIME),
+            num_mtp_layers=len(program.mtp_layers),
         )
         values[layers[-1].target] = hidden
         values.update(zip((name for layer in layers for name in layer.losses), losses, strict=True))

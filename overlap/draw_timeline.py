@@ -9,20 +9,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from overlap.ir import Lane, Op
+from overlap.ir import Op
 from overlap.timeline import Timeline
 
 _COLOURS = {
-    Op.FORWARD: "#2a6fb0",
-    Op.NO_GRAD: "#2a6fb0",
-    Op.REPLAY: "#e8a33d",
-    Op.BACKWARD: "#3f8f5f",
-    Op.WGRAD: "#9fd0b0",
+    Op.FORWARD: "#7fb8e6",
+    Op.NO_GRAD: "#7fb8e6",
+    Op.REPLAY: "#f0b55a",
+    Op.BACKWARD: "#7cc29a",
+    Op.WGRAD: "#c3e3d0",
     Op.CALL: "#b9c0c8",
 }
 _LABELS = {Op.FORWARD: "forward", Op.REPLAY: "replay", Op.BACKWARD: "backward", Op.WGRAD: "weight gradient"}
 _HEIGHT = 0.8
-_NARROWEST_LABEL = 0.016
+_NARROWEST_LABEL = 0.03
 """Share of the picture's width below which a bar carries no name."""
 
 
@@ -56,8 +56,8 @@ def _draw(axes: Axes, timeline: Timeline, start: float, end: float) -> None:
                     row, right - left, _HEIGHT, left, color=_COLOURS[span.slot.op], edgecolor="white", linewidth=0.4
                 )
                 if right - left > _NARROWEST_LABEL * (end - start):
-                    axes.text((left + right) / 2, row, _text(span.slot.op, span.slot.stage, span.slot.layer), ha="center",
-                              va="center", fontsize=6, color="white" if lane is Lane.COMPUTE else "black", clip_on=True)  # fmt: skip
+                    text = _text(span.slot.op, span.slot.stage, span.slot.layer)
+                    axes.text((left + right) / 2, row, text, ha="center", va="center", fontsize=6, clip_on=True)
     axes.set_yticks(range(len(lanes)), [lane.value for lane in lanes])
     axes.set_xlim(start, end)
     axes.set_title(timeline.name, loc="left", fontsize=9, fontweight="bold")

@@ -64,7 +64,7 @@ EXPOSED: Mapping[str, str] = MappingProxyType({
     """,
 })  # fmt: skip
 
-# A replayed layer needs nothing of its own pair, so its attention fills the time in which B.experts waits for B.combine.
+# A replayed layer needs nothing of the pair beside it: its slots go where the pair has no compute left for a transfer.
 # R.combine and R.post are left out where no replayed stage reads them: of a segment's last layer, unless its `post`
 # needs the combine output for its gradient.
 HIDDEN: Mapping[str, str] = MappingProxyType({

@@ -27,7 +27,7 @@ TODAY = "fused"
 runs on the communication lane with it, and a replay comes whole, before anything else of its layer pair."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Weight:
     """A parameter that trains."""
 
@@ -67,7 +67,7 @@ class _Layer:
     def compute(self, name: str, *reads: Value, outputs: Sequence[str], **more: Any) -> tuple[Value, ...]:
         """A stage with parameters."""
         wgrad = self._costs.has(Op.WGRAD, name)
-        return self._b.compute(name, _never, *reads, outputs=outputs, parameters=(_Weight(),), wgrad=wgrad, **more)
+        return self._b.compute(name, _never, *reads, outputs=outputs, parameters=[_Weight()], wgrad=wgrad, **more)
 
     def add(self, kind: str, hidden: Value) -> Value:
         """All stages of a layer."""
@@ -83,7 +83,7 @@ class _Layer:
         residual, tokens, probs, routing = self.compute(
             name, hidden, outputs=written, nondiff=("routing",), pins=("routing",)
         )
-        extra = ()
+        extra: tuple[Value, ...] = ()
         if self._costs.has(Op.FORWARD, "shared"):
             extra = self.compute("shared", tokens, outputs=("extra",))
         sent = self._b.comm("dispatch", _never, tokens, probs, routing, outputs=("sent", "weights"), adjoint=_never)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from recompute import rng, state
-from recompute.config import RecomputeConfig
+from recompute.config import RecomputeConfig, Replay
+from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
 from recompute.segments import plan_segments
 from recompute.tape import Tape
@@ -100,7 +101,13 @@ def checkpoint_layers(
 
     Returns:
         Output of the last layer, and the auxiliary losses in layer order.
+
+    Raises:
+        ConfigError: `config` hides replays: here autograd runs them, one segment at a time.
     """
+    if config.replay is Replay.HIDDEN:
+        rule = "has no effect without overlap: take just_in_time"
+        raise ConfigError(field="replay", value=config.replay.value, rule=rule)
     segments = {s.first: s for s in plan_segments(len(layers) - num_mtp_layers, num_mtp_layers, config)}
     losses: list[Tensor] = []
     index = 0

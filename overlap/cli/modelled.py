@@ -27,8 +27,9 @@ class Modelled:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a command's parser."""
-    parser.add_argument("--order", default="single_queue", metavar="NAME|FILE", help=f"{', '.join(ORDER_NAMES)}, or a "
-                        "text table (default single_queue); fused: today's best system with all its habits")  # fmt: skip
+    parser.add_argument("--order", default="single_queue", metavar="NAME|FILE",
+                        help=f"{', '.join(ORDER_NAMES)}, or a text table (default single_queue); fused: today's best "
+                        "system with all its habits")  # fmt: skip
     parser.add_argument("--queues", type=int, choices=QUEUES, default=1, help="hardware queues (default 1)")
     parser.add_argument("--costs", default="h200", metavar="PRESET|FILE",
                         help=f"{', '.join(PRESETS)}, or a JSON file (default h200)")  # fmt: skip

@@ -1,7 +1,8 @@
 """Memory of a training step: measured, predicted from a dry run, and estimated by a formula."""
 
 from overlap.memory.bins import Bin, Border, Peaks, Usage
-from overlap.memory.footprint import fake_chunk, take_footprint, zero_gradients
+from overlap.memory.fake import fake_chunk, zero_gradients
+from overlap.memory.footprint import take_footprint
 from overlap.memory.formula import formula
 from overlap.memory.gap import Gap, gaps_of
 from overlap.memory.host_cost import HostCost, measure_host_cost

@@ -6,13 +6,11 @@ what dies when the tables are dropped one after the other, says who holds what. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
@@ -47,26 +45,6 @@ def real_bytes(func: Callable[..., Any], args: Sequence[Any], storage: torch.Unt
         full: Tensor = torch.broadcast_tensors(args[0], args[1])[0]  # type: ignore[no-untyped-call]
         return max(storage.nbytes(), full.numel() * full.element_size())
     return storage.nbytes()
-
-
-@contextmanager
-def fake_chunk(build: Callable[[], ModelChunk]) -> Iterator[ModelChunk]:
-    """A chunk whose tensors have no data, with zero gradients, and the fake mode that they live in.
-
-    Args:
-        build: Makes the chunk; must not look at the data of tensors.
-    """
-    with FakeTensorMode():
-        chunk = build()
-        zero_gradients(chunk)
-        yield chunk
-
-
-def zero_gradients(chunk: ModelChunk) -> None:
-    """Give every trainable parameter a zero `.grad`, so that backward adds in place and allocates none."""
-    for parameter in chunk.module.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (False, True)) -> Footprint:

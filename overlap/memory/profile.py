@@ -11,7 +11,7 @@ from overlap.check import check_stages
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.memory.bins import Peaks, Usage
-from overlap.memory.footprint import fake_chunk, zero_gradients
+from overlap.memory.fake import fake_chunk, zero_gradients
 from overlap.memory.formula import formula
 from overlap.memory.gap import gaps_of
 from overlap.memory.host_cost import HostCost, measure_host_cost

@@ -6,6 +6,7 @@ import pytest
 
 from overlap.memory import SegmentCounter
 from overlap.step import train_step
+from recompute.config import Replay
 from tests.memory.compare import block, none, uniform
 from tests.overlap.programs import tiny_chunk, tiny_feeds
 
@@ -18,6 +19,13 @@ def test_one_segment_is_live_just_in_time(recompute, order, delay_wgrad) -> None
     counter = SegmentCounter(chunk, 3)
     train_step(chunk, tiny_feeds(3), observers=(counter,))
     assert counter.peak == 1
+
+
+def test_two_segments_are_live_if_replays_are_hidden() -> None:
+    chunk = tiny_chunk("DMMM", recompute=uniform(1, replay=Replay.HIDDEN))
+    counter = SegmentCounter(chunk, 3)
+    train_step(chunk, tiny_feeds(3), observers=(counter,))
+    assert counter.peak == 2
 
 
 def test_without_recompute_there_is_none() -> None:

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from overlap.ir import Program
 from overlap.model import Decoder, ModelConfig
 from overlap.model.head import IGNORED, token_loss
+from overlap.training.rows import cut_rows
 from recompute.errors import ConfigError
 
 Run = Callable[[Program, dict[str, Tensor]], dict[str, Any]]
@@ -26,11 +27,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "one_expert": {"experts": 1, "topk": 1},
     "no_layers": {"layers": 0},
     "no_layers_tied": {"layers": 0, "tied": True},
+    "streams": {"mhc": 3, "dense_layers": 1},
+    "one_stream": {"mhc": 1},
+    "depths": {"mtp": 2, "mtp_dense": True},
+    "repeated": {"mtp": 2, "mtp_repeat": True, "tied": True, "mhc": 2},
+    "depths_alone": {"layers": 0, "mtp": 1, "mhc": 2},
+    "cut": {"padding": True, "packed": True, "mtp": 1, "labels": False},
 }
 
 
 def total_loss(program: Program, values: dict[str, Any]) -> Tensor:
-    return torch.stack([values[loss.value] for loss in program.losses]).sum()
+    return torch.stack([values[loss.value] * loss.weight for loss in program.losses]).sum()
+
+
+def feeds_of(settings: dict[str, Any], feeds: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Feeds for a model of MODELS."""
+    cut = cut_rows(feeds, ModelConfig(**settings), torch.Generator().manual_seed(0))
+    return {name: value for name, value in cut.items() if name != "labels" or settings.get("labels", True)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
@@ -38,7 +51,7 @@ def total_loss(program: Program, values: dict[str, Any]) -> Tensor:
 def test_every_parameter_gets_a_finite_gradient(name: str, dtype: str, run_program: Run, make_feeds: Any) -> None:
     model = Decoder(ModelConfig(**{"layers": 2, "dtype": dtype, **MODELS[name]}))
     program = model.program()
-    values = run_program(program, make_feeds())
+    values = run_program(program, feeds_of(MODELS[name], make_feeds()))
     loss = total_loss(program, values)
     assert loss.isfinite()
     assert values["loss"].dtype is (torch.float64 if dtype == "float64" else torch.float32)
@@ -55,7 +68,12 @@ def test_runs_on_fake_tensors(name: str, run_program: Run, make_feeds: Any) -> N
     with FakeTensorMode():
         model = Decoder(ModelConfig(**{"layers": 2, "dtype": "bfloat16", **MODELS[name]}))
         program = model.program()
-        feeds = {key: torch.zeros(2, 8, dtype=torch.int64) for key in ("ids", "labels")}
+        kinds: dict[str, Any] = {"padding_mask": ((2, 8), torch.bool), "cu_seqlens": ((4,), torch.int64)}
+        feeds = {
+            source.name: torch.zeros(shape, dtype=dtype)
+            for source in program.inputs
+            for shape, dtype in [kinds.get(source.name, ((2, 8), torch.int64))]
+        }
         loss = total_loss(program, run_program(program, feeds))
         loss.backward()
         assert isinstance(loss, FakeTensor)
@@ -76,11 +94,24 @@ def test_a_step_of_descent_lowers_the_loss(run_program: Run, make_feeds: Any) ->
     assert losses[-1] < losses[0] - 1
 
 
-def test_gradients_of_a_whole_model(run_program: Run, make_feeds: Any) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"mhc": 2, "mhc_iterations": 4},
+        {"mtp": 2, "mtp_repeat": True, "tied": True},
+        {"mtp": 1, "mhc": 2, "per_token_loss": True},
+        {"mtp": 1, "padding": True, "packed": True},
+        {"padding": True, "aux_coefficient": 3.0, "z_coefficient": 2.0, "per_token_loss": True},
+        {"aux_coefficient": 3.0, "z_coefficient": 2.0, "score": "softmax"},
+    ],
+)
+def test_gradients_of_a_whole_model(settings: dict[str, Any], run_program: Run, make_feeds: Any) -> None:
     """Finite differences, float64; the choice of experts does not flip within their step."""
-    config = ModelConfig(layers=2, dense_layers=1, hidden=8, vocab=256, dtype="float64", kv_rank=4, expert_width=4)
+    shape: dict[str, Any] = {"layers": 2, "dense_layers": 1, "hidden": 8, "kv_rank": 4, "expert_width": 4}
+    config = ModelConfig(dtype="float64", **shape, **settings)
     model = Decoder(config)
-    program, feeds = model.program(), make_feeds(1, 4)
+    program, feeds = model.program(), feeds_of(settings, make_feeds(2, 5))
 
     def loss(*parameters: Tensor) -> Tensor:
         return total_loss(program, run_program(program, feeds))

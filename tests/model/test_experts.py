@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -51,3 +52,32 @@ def test_no_rows_at_all() -> None:
     for parameter in module.parameters():
         assert parameter.grad is not None
         assert parameter.grad.eq(0).all()
+
+
+def test_rows_of_no_expert_are_zero_and_train_nothing() -> None:
+    """Row 34's tokens: rows behind the counts belong to padding."""
+    module = GroupedExperts(3, 4, 2)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+    padding = torch.tensor([False, True, False, True])
+    routing, alone = make_routing(ids, 3, padding), make_routing(ids[~padding], 3)
+    rows = torch.randn(8, 4, requires_grad=True)
+    probs = torch.rand(8, requires_grad=True)
+    out = module(rows, probs, routing)
+    assert torch.equal(out[:4], module(rows[:4], probs[:4], alone))
+    assert torch.equal(out[4:], torch.zeros(4, 4))
+    out.square().sum().backward()
+    assert rows.grad is not None
+    assert probs.grad is not None
+    assert torch.equal(rows.grad[4:], torch.zeros(4, 4))
+    assert torch.equal(probs.grad[4:], torch.zeros(4))
+
+
+def test_counts_must_cover_the_rows_unless_padding_follows() -> None:
+    module = GroupedExperts(2, 4, 2)
+    routing = make_routing(torch.tensor([[0], [1]]), 2)
+    with pytest.raises(ValueError, match="counts sum to 2 for 3 rows"):
+        module(torch.randn(3, 4), torch.rand(3), routing)
+    with pytest.raises(ValueError, match="counts sum to 2 for 1 rows"):
+        module(torch.randn(1, 4), torch.rand(1), routing._replace(covers=False))

@@ -99,6 +99,42 @@ def test_counts_equal_a_loop(count: int) -> None:
     assert routing.counts.tolist() == counts
 
 
+@pytest.mark.parametrize("count", [16, 4])
+def test_padding_counts_equal_a_loop(count: int) -> None:
+    """Row 34: [tokens] against [tokens, experts], where the two differ and where they are the same number."""
+    padding = torch.arange(count) % 3 == 1
+    routing = make()(tokens(count), padding=padding).routing
+    counts = [0] * 4
+    for token, row in enumerate(routing.expert_ids.tolist()):
+        for expert in row:
+            counts[expert] += not padding[token]
+    assert routing.counts.tolist() == counts
+    assert not routing.covers
+    behind = routing.source[sum(counts) :] // 2
+    assert sorted(behind.tolist()) == sorted([token for token in range(count) if padding[token]] * 2)
+    assert torch.equal(routing.source[routing.inverse], torch.arange(2 * count))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_padding_has_no_part_in_the_losses(per_token: bool) -> None:
+    """As if the padding had not been there, in value and in gradient."""
+    router = make(aux_coefficient=0.5, z_coefficient=0.25, per_token_loss=per_token)
+    x = tokens()
+    padding = torch.arange(TOKENS) % 4 == 3
+    found, expected = router(x, padding=padding), router(x[~padding])
+    torch.testing.assert_close(found.losses, expected.losses)
+    assert torch.equal(found.routing.counts, expected.routing.counts)
+    for one, other in zip(found.losses, expected.losses, strict=True):
+        grads = [torch.autograd.grad(loss, router.weight, retain_graph=True)[0] for loss in (one, other)]
+        torch.testing.assert_close(*grads)
+
+
+def test_nothing_but_padding() -> None:
+    routed = make()(tokens(), padding=torch.ones(TOKENS, dtype=torch.bool))
+    assert not routed.routing.counts.any()
+    assert all(loss == 0 for loss in routed.losses)
+
+
 def test_pinned_routing_is_not_chosen_again() -> None:
     """Row 17: with ties broken another way at each call, a replay at pinned ids gives the same numbers."""
     router = make()

@@ -1,0 +1,119 @@
+"""The search finds legal orders no worse than where it starts, the same for the same seed, and says how good they are."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from overlap.chain import Chain
+from overlap.costs import PRESETS, StageCosts, read_costs
+from overlap.errors import ScheduleError
+from overlap.ir import Op
+from overlap.orders import STAGE_NAMES, Order, format_order, get_order
+from overlap.search import Found, search
+from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES
+from overlap.steady import chain_of, measure, with_order
+from overlap.synthetic import System
+from recompute import RecomputeConfig, Replay
+
+H200 = PRESETS["h200"]
+HAND = Order.parse(
+    "hand",
+    "B.mtp_post B.post B.combine F.attn F.post_attn F.shared F.dispatch B.experts B.dispatch R.attn R.dispatch F.experts "
+    "F.combine R.experts W.experts B.shared B.post_attn B.attn F.post F.mtp_post W.*",
+)
+"""The order written by hand that took 4.27 ms a pair on an H200."""
+
+
+def system(group: int = 1, order: Order = HAND, costs: StageCosts = H200, *, delayed: bool = True) -> System:
+    recompute = RecomputeConfig.uniform(group, replay=Replay.HIDDEN)
+    return System(kinds=("M",), order=order, recompute=recompute, costs=costs, delayed=delayed)
+
+
+@pytest.fixture(scope="module")
+def found() -> Found:
+    return search(system(order=get_order("multi_queue", Replay.HIDDEN)))
+
+
+def test_the_hand_written_order_is_beaten_down_to_the_bound(found: Found) -> None:
+    assert measure(system(), MANY_QUEUES).milliseconds == pytest.approx(4.27, abs=0.01)
+    for queues in QUEUES:
+        best = measure(with_order(system(), found.order), queues)
+        assert best.milliseconds == pytest.approx(3.90, abs=1e-6)
+        assert best.bound == pytest.approx(3.90)
+
+
+def test_the_score_is_what_plans_take(found: Found) -> None:
+    times = [measure(with_order(system(), found.order), queues).milliseconds for queues in QUEUES]
+    assert found.score[0] == pytest.approx(sum(times), abs=1e-5)
+    assert found.tried > 100
+
+
+def test_the_order_found_is_a_whole_table(found: Found) -> None:
+    assert Order.parse("searched", format_order(found.order)) == found.order
+    for op in (Op.FORWARD, Op.BACKWARD, Op.REPLAY):
+        assert found.order.named(op) == STAGE_NAMES
+    assert found.order.named(Op.WGRAD) == STAGE_NAMES - {"dispatch", "combine"}
+
+
+def test_the_same_seed_finds_the_same_order(found: Found) -> None:
+    assert search(system(order=get_order("multi_queue", Replay.HIDDEN))) == found
+
+
+@pytest.mark.parametrize("name", ["multi_queue", "single_queue"])
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("queues", QUEUES)
+def test_a_chain_takes_what_its_plans_take(name: str, group: int, queues: int) -> None:
+    one = system(group, get_order(name, Replay.HIDDEN))
+    chain = Chain(chain_of(one), H200)
+    assert chain.milliseconds(one.order.steps, queues) == pytest.approx(measure(one, queues).milliseconds)
+
+
+def test_a_chain_replays_just_in_time() -> None:
+    for group in (1, 2):
+        recompute = RecomputeConfig.uniform(group)
+        one = System(kinds=("M",), order=get_order("single_queue"), recompute=recompute, costs=H200)
+        for queues in QUEUES:
+            found = Chain(chain_of(one), H200).milliseconds(one.order.steps, queues)
+            assert found == pytest.approx(measure(one, queues).milliseconds)
+
+
+def test_an_order_that_breaks_a_dependency_costs_infinitely() -> None:
+    one = system(order=get_order("single_queue", Replay.HIDDEN))
+    steps = list(one.order.steps)
+    for first, second in [("F.attn", "F.dispatch"), ("B.experts", "W.experts"), ("R.dispatch", "R.experts")]:
+        words = [str(step) for step in steps]
+        a, b = words.index(first), words.index(second)
+        broken = [*steps]
+        broken[a], broken[b] = broken[b], broken[a]
+        assert Chain(chain_of(one), H200).milliseconds(broken, ONE_QUEUE) == float("inf")
+
+
+def test_a_bad_start_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="has no R steps"):
+        search(system(order=get_order("plain")))
+
+
+@settings(max_examples=6)
+@given(
+    st.sampled_from([0.2, 0.9, 1.4]),
+    st.sampled_from([1, 2]),
+    st.sampled_from([(ONE_QUEUE,), QUEUES]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_search_never_ends_worse_than_it_began(
+    transfer: float, group: int, queues: tuple[int, ...], delayed: bool, shared: bool
+) -> None:
+    times = {f"{op.value}.{stage}": ms for (op, stage), ms in H200.milliseconds.items()}
+    times |= {"F.dispatch": transfer, "F.combine": transfer}
+    times |= {f"{op}.shared": 0.1 for op in "FBW"} if shared else {}
+    start = system(
+        group, get_order("single_queue", Replay.HIDDEN), read_costs("mine", {"milliseconds": times}), delayed=delayed
+    )
+    found = search(start, queues=queues, restarts=1)
+    before = sum(measure(start, q).milliseconds for q in queues)
+    after = [measure(with_order(start, found.order), q) for q in queues]
+    assert sum(pair.milliseconds for pair in after) <= before + 1e-6
+    assert all(pair.milliseconds >= pair.bound - 1e-6 for pair in after)
