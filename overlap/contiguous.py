@@ -51,7 +51,9 @@ def _microbatch(
     run = partial(_run_stage, chunk, owner, precision)
     for stage in program.prologue:
         run(stage, values, None)
-    layers = [_ProgramLayer(program, index, values, run, owner) for index in program.layers]
+    # A copy: what the layers give goes to `values`, and a graph that holds its own results is never freed.
+    outside = dict(values)
+    layers = [_ProgramLayer(program, index, outside, run, owner) for index in program.layers]
     if layers:
         hidden, losses = checkpoint_layers(
             # There is nothing to hide a replay behind, so that setting does not count here.

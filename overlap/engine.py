@@ -99,13 +99,6 @@ class Engine:
         self._precision = precision
         self._delay_wgrad = delay_wgrad
         self._observers = tuple(observers)
-        self._handlers: dict[Op, Callable[[Issue, MicrobatchState], None]] = {
-            Op.FORWARD: self._first_pass,
-            Op.NO_GRAD: self._first_pass,
-            Op.REPLAY: self._replay,
-            Op.BACKWARD: self._backward,
-            Op.WGRAD: self._wgrad,
-        }
 
     def run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
         """Run every issue of a plan.
@@ -123,7 +116,7 @@ class Engine:
             for observer in self._observers:
                 observer.before(issue, owner)
             self._lanes.begin(issue, owner)
-            self._handlers[issue.slot.op](issue, owner)
+            _HANDLERS[issue.slot.op](self, issue, owner)
             event = self._lanes.end(issue, owner)
             if issue.signals:
                 owner.events[issue.slot.op, issue.stage.key] = event
@@ -263,6 +256,17 @@ class Engine:
                 continue
             earlier = owner.grads.get(piece)
             owner.grads[piece] = gradient if earlier is None else earlier + gradient
+
+
+# Looked up by name at each call, so that a subclass may replace one; the engine itself holds no reference to them and
+# is freed with its last user.
+_HANDLERS: dict[Op, Callable[[Engine, Issue, MicrobatchState], None]] = {
+    Op.FORWARD: lambda engine, issue, owner: engine._first_pass(issue, owner),
+    Op.NO_GRAD: lambda engine, issue, owner: engine._first_pass(issue, owner),
+    Op.REPLAY: lambda engine, issue, owner: engine._replay(issue, owner),
+    Op.BACKWARD: lambda engine, issue, owner: engine._backward(issue, owner),
+    Op.WGRAD: lambda engine, issue, owner: engine._wgrad(issue, owner),
+}
 
 
 def _weight_values(collector: WeightGradients, tape: Tape, issue: Issue) -> list[tuple[Tensor, Piece]]:

@@ -111,9 +111,7 @@ def test_optional_packages_stay_in_backends(path: Path) -> None:
 def test_files_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     assert len(text.splitlines()) <= MAX_FILE_LINES
-    functions = [
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     assert {name: lines for name, lines in lengths.items() if lines > MAX_FUNCTION_LINES} == {}
 

@@ -78,7 +78,9 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--recompute-mtp", action="store_true", help="recompute the MTP depths under method block too")
     step.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
     step.add_argument(
-        "--order", help=f"issue order: {', '.join(ORDER_NAMES)} (default {DEFAULT_ORDER}, plain with --program)"
+        "--order",
+        help=f"issue order: {', '.join(ORDER_NAMES)}, or a file with a text table (default {DEFAULT_ORDER}, plain with "
+        "--program)",
     )
     step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
     step.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a sequence (default 16)")

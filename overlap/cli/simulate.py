@@ -27,9 +27,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--search", action="store_true", help="find the best order for these costs, starting from --order"
     )
-    parser.add_argument("--for-queues", type=int, choices=QUEUES, nargs="+", default=list(QUEUES),
+    parser.add_argument("--for-queues", type=int, choices=QUEUES, nargs="+",
                         help="with --search: the queue models that count (default both)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="with --search: of its restarts (default 0)")
+    parser.add_argument("--seed", type=int, metavar="N", help="with --search: of its restarts (default 0)")
     parser.add_argument("--write", metavar="FILE", help="with --search: write the order found as a text table")
     parser.set_defaults(run=run)
 
@@ -37,11 +37,12 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate and report; returns the exit status."""
     modelled = read_modelled(args)
-    if args.write is not None and not args.search:
-        raise ConfigError(field="write", value=args.write, rule="has no effect without --search")
+    for name in ("write", "seed", "for_queues"):
+        if getattr(args, name) is not None and not args.search:
+            raise ConfigError(field=name, value=getattr(args, name), rule="has no effect without --search")
     payload = _report(modelled)
     if args.search:
-        found = search(modelled.system, queues=args.for_queues, seed=args.seed)
+        found = search(modelled.system, queues=args.for_queues or QUEUES, seed=args.seed or 0)
         payload["search"] = _found(modelled, found)
         if args.write is not None:
             Path(args.write).write_text(format_order(found.order), encoding="utf-8")

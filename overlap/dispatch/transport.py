@@ -17,7 +17,11 @@ Gradients = Sequence[Tensor | None]
 
 
 class Transport(Protocol):
-    """Moves rows sorted by expert to the ranks that own the experts, and back. N = T*k rows of width C."""
+    """Moves rows sorted by expert to the ranks that own the experts, and back. N = T*k rows of width C.
+
+    Where `routing.covers` is False, the rows behind the counts belong to padding: they need not travel, and come back
+    as zeros.
+    """
 
     def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
         """Send rows to their experts.

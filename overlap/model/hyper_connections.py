@@ -61,7 +61,10 @@ class HyperConnection(OwnInit):
         streams, h_post, h_res = carried
         added = h_post.unsqueeze(-1) * update.unsqueeze(-2)
         added = dropout(added, self.config.dropout, training=self.training)
-        return added + h_res.transpose(-1, -2).matmul(streams)
+        # autocast would narrow the streams themselves
+        with torch.autocast(streams.device.type, enabled=False):
+            mixed = h_res.transpose(-1, -2).matmul(streams)
+        return added + mixed
 
     def mappings(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, n, C] -> h_pre [B, S, n], h_post [B, S, n], h_res [B, S, n, n], in the streams' type."""
@@ -72,10 +75,10 @@ class HyperConnection(OwnInit):
         with torch.autocast(flat.device.type, enabled=False):
             raw = F.linear(flat, self.weight.to(wide))
         size = torch.linalg.vector_norm(flat, dim=-1, keepdim=True) / flat.shape[-1] ** 0.5
-        gains = self.gains.to(wide).repeat_interleave(
-            torch.tensor((n, n, n * n), device=flat.device), output_size=raw.shape[-1]
-        )
-        pre, post, residual = (raw / (size + epsilon) * gains + self.bias.to(wide)).split((n, n, n * n), dim=-1)
+        widths = (n, n, n * n)
+        scaled, gains = (raw / (size + epsilon)).split(widths, dim=-1), self.gains.to(wide).unbind()
+        biases = self.bias.to(wide).split(widths)
+        pre, post, residual = (x * gain + bias for x, gain, bias in zip(scaled, gains, biases, strict=True))
         h_pre = pre.sigmoid() + epsilon
         h_post = 2 * post.sigmoid()
         h_res = sinkhorn(residual.unflatten(-1, (n, n)), self.config.mhc_iterations, epsilon)

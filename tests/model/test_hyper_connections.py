@@ -32,7 +32,7 @@ def make(kind: Any, streams: int = 3, **changes: Any) -> Any:
 
 
 def slow_sinkhorn(logits: Tensor, iterations: int, epsilon: float) -> Tensor:
-    matrix = logits.softmax(-1) + epsilon
+    matrix: Tensor = logits.softmax(-1) + epsilon
     matrix = matrix / (matrix.sum(-2, keepdim=True) + epsilon)
     for _ in range(iterations - 1):
         matrix = matrix / (matrix.sum(-1, keepdim=True) + epsilon)
@@ -189,3 +189,16 @@ def test_expansion_copies() -> None:
     assert streams.shape == (2, 3, 5, 4)
     assert streams.is_contiguous()
     assert all(torch.equal(streams[:, :, 0], streams[:, :, i]) for i in range(5))
+
+
+def test_autocast_leaves_the_streams_wide() -> None:
+    """Rows 8's kind: a float32 residual state stays float32 inside autocast."""
+    module = HyperConnection(ModelConfig(hidden=HIDDEN, mhc=2), 2)
+    init_weights(module, 0)
+    x = torch.randn(1, 2, 2, HIDDEN)
+    with torch.autocast("cpu", torch.bfloat16):
+        aggregate, carried = module.split(x)
+        assert aggregate.dtype is torch.float32
+        merged = module.merge(aggregate.bfloat16(), *carried)
+    assert merged.dtype is torch.float32
+    assert torch.equal(merged, module.merge(aggregate.bfloat16(), *carried))

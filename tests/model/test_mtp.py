@@ -77,9 +77,10 @@ def test_entry_equals_the_formula(mhc: int | None, depth: int) -> None:
         e = normed(model.embedding[token])
         h = normed(state[0, s])
         if mhc:
-            expected = module.join.token_projection.weight @ e + h @ module.join.hidden_projection.weight.T
+            own = {name: p for name, p in module.join.named_parameters() if "projection" in name}
+            expected = own["token_projection.weight"] @ e + h @ own["hidden_projection.weight"].T
         else:
-            expected = module.join.projection.weight @ torch.cat((e, h))
+            expected = module.get_parameter("join.projection.weight") @ torch.cat((e, h))
         torch.testing.assert_close(joined[0, s], expected)
 
 

@@ -132,13 +132,49 @@ def test_train_shows_the_loss_of_each_depth(words: str, capsys: pytest.CaptureFi
 
 
 def test_train_prints_the_loss_of_each_depth(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--layers", "1", "--seq", "16", "--batch", "1", "--microbatches", "1", "--steps", "1", "--mtp", "1"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                "--layers",
+                "1",
+                "--seq",
+                "16",
+                "--batch",
+                "1",
+                "--microbatches",
+                "1",
+                "--steps",
+                "1",
+                "--mtp",
+                "1",
+            ]
+        )
+        == 0
+    )
     assert "mtp1_loss" in capsys.readouterr().out
 
 
 def test_resume_does_not_care_how_it_was_computed(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     """Recomputing the depths is how, not what: a run goes on bitwise with the other setting."""
-    shape = ["train", "--layers", "1", "--seq", "8", "--batch", "1", "--microbatches", "2", "--mtp", "1", "--mhc", "2", "--steps", "1", "--json"]
+    shape = [
+        "train",
+        "--layers",
+        "1",
+        "--seq",
+        "8",
+        "--batch",
+        "1",
+        "--microbatches",
+        "2",
+        "--mtp",
+        "1",
+        "--mhc",
+        "2",
+        "--steps",
+        "1",
+        "--json",
+    ]
     block = ["--method", "block", "--num-layers", "1"]
     saved = str(tmp_path / "run")
     assert main([*shape, *block, "--save", saved]) == 0

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap import ModelChunk, PerMicrobatch, PerToken, Program, ProgramBuilder, ProgramError
+from overlap import (
+    ModelChunk,
+    PerMicrobatch,
+    PerToken,
+    Program,
+    ProgramBuilder,
+    ProgramError,
+    reference_step,
+    train_step,
+)
 from overlap.contiguous import contiguous_step
 from overlap.model import Decoder, ModelConfig
 from overlap.verify import verify
@@ -106,3 +116,21 @@ def test_layers_that_hand_on_more_than_one_value_are_refused() -> None:
     chunk = ModelChunk(Sideways(), recompute=U(1))
     with pytest.raises(ProgramError, match=r"layer 0 reads .* and hands on .*: the contiguous path takes one each"):
         contiguous_step(chunk, [{"x": torch.randn(3, 4)}])
+
+
+@pytest.mark.parametrize("step", [contiguous_step, reference_step, train_step])
+def test_a_step_leaves_no_tensor_behind(step: Any) -> None:
+    """Row 54's kind: with garbage collection off, a graph that holds its own results would stay."""
+    chunk = make(U(1), dropout=0.1)
+    data = batches(steps=4)
+    step(chunk, data[0])
+    gc.collect()
+    gc.disable()
+    try:
+        counts = []
+        for microbatches in data[1:]:
+            step(chunk, microbatches)
+            counts.append(sum(issubclass(type(item), Tensor) for item in gc.get_objects()))
+    finally:
+        gc.enable()
+    assert counts[0] == counts[1] == counts[2]

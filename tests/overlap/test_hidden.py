@@ -318,7 +318,7 @@ class OneEvent(dict[Event, Any]):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_no_wait_joins_microbatches(order: str) -> None:
-    """B18, B31: a wait orders slots of one microbatch only, so forward and backward stay independent."""
+    """B18: a wait orders slots of one microbatch only, so forward and backward stay independent."""
     program = dummy_program("MMM")
     planner = Planner(program, get_order(order, HIDDEN), delayed=True)
     lanes = OwnEvents()
@@ -330,9 +330,9 @@ def test_no_wait_joins_microbatches(order: str) -> None:
     # Planted: one event for all slots, of both microbatches of a pair.
     shared = OneEvent()
     twins = [FakeOwner(number, dict(owner.values), events=shared) for number, owner in enumerate(owners)]
+    plan, numbers = plans[1]
     with pytest.raises(RaceError, match="is joined with microbatch"):
-        for plan, numbers in plans:
-            drive(lanes, plan, {side: twins[number] for side, number in numbers.items()})
+        drive(lanes, plan, {side: twins[number] for side, number in numbers.items()})
 
 
 def pair_plan(order: str) -> tuple[Plan, Mapping[int, Side]]:
@@ -377,6 +377,35 @@ def test_values_of_a_replay_die_at_their_last_use() -> None:
     assert freed["0.sent", 1] == "R0.0.experts"
     assert freed["0.tokens", 1] == "R0.0.dispatch"
     assert {issue.lane for issue in plan.issues if issue.slot.op is Op.REPLAY} == {Lane.COMPUTE, Lane.COMM}
+
+
+@given(orders(), st.text("MD", min_size=1, max_size=4), CONFIGS, st.booleans(), SHAPES)
+def test_nothing_goes_while_it_is_needed(
+    order: Order, kinds: str, config: RecomputeConfig, delayed: bool, shape: dict[str, Any]
+) -> None:
+    """B31 and rows 41, 44, 45 (the plan's part): a value goes once, after its last use, whatever aliases it; a share
+    of a gradient is made once, and summed once, after it was made."""
+    program = dummy_program(kinds, **shape)
+    planner = Planner(program, order, delayed=delayed)
+    freed: set[tuple[int, Any]] = set()
+    made: set[tuple[int, Any]] = set()
+    summed: set[tuple[int, Any]] = set()
+    for plan, numbers in step_plans(planner, [config] * 2):
+        for issue in plan.issues:
+            number = numbers[issue.slot.microbatch]
+            touched = {(number, key) for key in (*issue.reads, *issue.pinned, *issue.writes) if key is not None}
+            assert not touched & freed
+            assert {(number, key) for key in issue.frees} <= touched
+            freed |= {(number, key) for key in issue.frees}
+            pieces = {(number, piece) for group in issue.pieces for piece in group}
+            assert pieces <= made
+            assert not pieces & summed
+            summed |= pieces
+            if issue.slot.op is Op.BACKWARD:
+                given_now = {(number, piece) for piece in issue.gives if piece is not None}
+                assert not given_now & made
+                made |= given_now
+    assert made == summed
 
 
 @settings(max_examples=10)

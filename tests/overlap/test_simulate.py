@@ -118,7 +118,7 @@ def shown(steady: Steady) -> dict[str, float]:
 
 @pytest.mark.parametrize("queues", QUEUES)
 def test_single_queue_hides_every_transfer(queues: int) -> None:
-    """Row 63 and B31: under one queue and under many the pair takes what its compute takes."""
+    """Row 63: under one queue and under many the pair takes what its compute takes."""
     found = measure(system("single_queue"), queues)
     assert shown(found) == {}
     assert found.milliseconds == pytest.approx(3.90)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute import RecomputeConfig
+from recompute import ConfigError, RecomputeConfig, Replay
 from recompute.checkpoint import Draws, LayerResult, PlainLayer, Replayable, checkpoint_layers
 from recompute.rng import default_generators, seeded, stage_seed
 
@@ -364,3 +364,10 @@ def test_no_layers() -> None:
     hidden, losses = checkpoint_layers([], x, RecomputeConfig.uniform(1))
     assert hidden is x
     assert losses == []
+
+
+def test_hidden_replay_is_refused() -> None:
+    """R16: autograd replays one segment at a time here; the setting would have no effect."""
+    config = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
+    with pytest.raises(ConfigError, match="replay='hidden': has no effect without overlap"):
+        checkpoint_layers([], torch.zeros(1), config)

@@ -1,0 +1,25 @@
+"""`verify --replay hidden`: equal to the bit with two segments live, also with MTP and hyper-connections."""
+
+from __future__ import annotations
+
+import pytest
+
+from overlap.controls import CONTROLS
+from tests.cli.run import command
+
+WORDS = "verify --json --steps 1 --seq 8 --layers 6 --microbatches 4 --method uniform --num-layers 2 --replay hidden"
+
+
+@pytest.mark.parametrize("order", ["single_queue", "multi_queue"])
+@pytest.mark.parametrize("model", ["", "--mtp 1 --mhc 2", "--mtp 2 --dropout 0.1 --delay-wgrad", "--dense-layers 1"])
+def test_equal_with_two_segments_live(model: str, order: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = command(capsys, f"{WORDS} --order {order} {model}")
+    assert (result.status, result.json["equal"]) == (0, True)
+    assert result.json["max_live_segments"] == 2
+    assert result.json["config"]["replay"] == "hidden"
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_what_a_control_breaks_is_found(control: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"{WORDS} --order single_queue --dropout 0.1 --mtp 1 --mhc 2 --control {control}"
+    assert command(capsys, words).status == 1
