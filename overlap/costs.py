@@ -83,8 +83,8 @@ def _preset(name: str, **times: float) -> StageCosts:
 
 PRESETS: Mapping[str, StageCosts] = MappingProxyType({
     # A layer pair measured on an H200: 3.90 ms of compute for its F + B + W + R, 0.63 ms for one all-to-all. How the
-    # compute splits was not measured: this split gives the times measured for three orders (4.94, 4.48 and 4.27 ms)
-    # within 1 to 4 % where nothing else is known.
+    # compute splits over stages was not measured: the split is fitted to the times measured for three orders (4.94,
+    # 4.48 and 4.27 ms a pair). Take costs from a recorded run of the model in question where one is to be had.
     "h200": _preset(
         "h200", F_attn=0.64, F_experts=0.44, F_post=0.04, B_attn=0.65, B_experts=0.44, B_post=0.04, W_attn=0.13,
         W_experts=0.44, F_dispatch=0.63, F_combine=0.63, F_embed=0.02, B_embed=0.05, F_head=0.9, B_head=0.9, W_head=0.9,

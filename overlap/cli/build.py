@@ -35,6 +35,8 @@ def build_chunk(options: Options) -> ModelChunk:
     Raises:
         ConfigError, ProgramError, ScheduleError: The options do not fit together.
     """
+    # More threads wait for each other on a shared machine, and gain little on small shapes.
+    torch.set_num_threads(options.threads)
     if options.program:
         module, _ = load_own_model(options.program)(options.seed, 1)
         scale: LossScale = PerMicrobatch()

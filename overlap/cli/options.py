@@ -36,6 +36,8 @@ class Options:
     seed: int
     program: str
     """`module:function` of one's own model; empty: the built-in decoder."""
+    threads: int
+    """CPU threads of torch."""
     device: str
     transport: str
     loopback_scale: float
@@ -87,6 +89,9 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
+    step.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1: small shapes gain little)"
+    )
     step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
     step.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="how tokens reach their experts")
     step.add_argument(
@@ -115,7 +120,7 @@ def read_options(args: argparse.Namespace) -> Options:
         **{name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in vars(args)},
         max_seq=max(args.seq, 1),
     )
-    for name in ("seq", "batch", "microbatches"):
+    for name in ("seq", "batch", "microbatches", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
     if abs(args.seed) > MAX_SEED:
@@ -135,6 +140,7 @@ def read_options(args: argparse.Namespace) -> Options:
         microbatches=args.microbatches,
         seed=args.seed,
         program=args.program,
+        threads=args.threads,
         device=args.device,
         transport=args.transport,
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
@@ -191,6 +197,7 @@ def describe(options: Options) -> dict[str, object]:
         "microbatches": options.microbatches,
         "seed": options.seed,
         "program": options.program,
+        "threads": options.threads,
         "device": options.device,
         "transport": options.transport,
         "loopback_scale": options.loopback_scale,

@@ -75,13 +75,13 @@ class HyperConnection(OwnInit):
         with torch.autocast(flat.device.type, enabled=False):
             raw = F.linear(flat, self.weight.to(wide))
         size = torch.linalg.vector_norm(flat, dim=-1, keepdim=True) / flat.shape[-1] ** 0.5
-        widths = (n, n, n * n)
-        scaled, gains = (raw / (size + epsilon)).split(widths, dim=-1), self.gains.to(wide).unbind()
-        biases = self.bias.to(wide).split(widths)
+        widths = [n, n, n * n]
+        scaled, gains = torch.split(raw / (size + epsilon), widths, dim=-1), self.gains.to(wide).unbind()
+        biases = torch.split(self.bias.to(wide), widths)
         pre, post, residual = (x * gain + bias for x, gain, bias in zip(scaled, gains, biases, strict=True))
         h_pre = pre.sigmoid() + epsilon
         h_post = 2 * post.sigmoid()
-        h_res = sinkhorn(residual.unflatten(-1, (n, n)), self.config.mhc_iterations, epsilon)
+        h_res = sinkhorn(residual.view(*residual.shape[:-1], n, n), self.config.mhc_iterations, epsilon)
         return h_pre.to(streams.dtype), h_post.to(streams.dtype), h_res.to(streams.dtype)
 
 

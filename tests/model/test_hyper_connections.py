@@ -142,7 +142,8 @@ def test_gradients() -> None:
 
     def forward(x: Tensor, update: Tensor, *parameters: Tensor) -> Tensor:
         aggregate, carried = module.split(x)
-        return contraction(module.merge(update + aggregate.tanh(), *carried))
+        out: Tensor = contraction(module.merge(update + aggregate.tanh(), *carried))
+        return out
 
     assert torch.autograd.gradcheck(forward, (x, update, *module.parameters(), *contraction.parameters()))
 

@@ -34,6 +34,8 @@ def tiny(**changes: Any) -> ModelConfig:
         shape = {
             name: value for name, value in shape.items() if name not in {"kv_rank", "nope_dim", "rope_dim", "value_dim"}
         }
+    if changes.get("mhc") is not None:
+        shape["mhc_iterations"] = 5
     return ModelConfig(**{**shape, **changes})
 
 

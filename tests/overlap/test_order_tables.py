@@ -28,7 +28,8 @@ def test_a_table_names_every_stage_it_may_meet(name: str, replay: Replay) -> Non
 
 
 HIDES = [
-    ("multi_queue", Replay.JUST_IN_TIME, "B.combine F.attn  F.dispatch F.shared  B.dispatch F.experts  F.combine B.attn"),
+    ("multi_queue", Replay.JUST_IN_TIME,
+     "B.combine F.attn  F.dispatch F.shared  B.dispatch F.experts  F.combine B.attn"),
     ("single_queue", Replay.JUST_IN_TIME,
      "B.combine F.attn  F.dispatch B.experts  B.dispatch F.experts  F.combine B.attn"),
     ("multi_queue", Replay.HIDDEN,
