@@ -130,9 +130,11 @@ def read_options(args: argparse.Namespace) -> Options:
         raise ConfigError(field="loopback_scale", value=args.loopback_scale, rule=rule)
     if args.program:
         _check_own_model(args)
+    elif args.recompute_mtp and args.mtp == 0:
+        raise ConfigError(field="recompute_mtp", value=True, rule="has no effect without --mtp: leave it out")
     return Options(
         model=model,
-        recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp, args.mtp),
+        recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
         seq=args.seq,
@@ -155,9 +157,7 @@ def _check_own_model(args: argparse.Namespace) -> None:
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
 
-def _recompute(method: str, num_layers: object, replay: str | None, recompute_mtp: bool, mtp: int) -> RecomputeConfig:
-    if recompute_mtp and mtp == 0:
-        raise ConfigError(field="recompute_mtp", value=True, rule="has no effect without --mtp: leave it out")
+def _recompute(method: str, num_layers: object, replay: str | None, recompute_mtp: bool) -> RecomputeConfig:
     if method == NO_METHOD:
         for name, value in (("num_layers", num_layers), ("replay", replay), ("recompute_mtp", recompute_mtp or None)):
             if value is not None:

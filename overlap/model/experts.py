@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from overlap.dispatch import Routing
 from overlap.model.linear import Linear, grouped_linear
+from overlap.model.swiglu import swiglu
 
 
 class SwiGLU(nn.Module):
@@ -23,8 +23,7 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., C] -> [..., C]."""
-        gate, up = self.gate_up(x).chunk(2, -1)
-        result: Tensor = self.down(F.silu(gate) * up)
+        result: Tensor = self.down(swiglu(self.gate_up(x)))
         return result
 
 
@@ -47,6 +46,6 @@ class GroupedExperts(nn.Module):
         Returns:
             [N, C] of rows' type.
         """
-        gate, up = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers).chunk(2, -1)
-        weighted = (F.silu(gate) * up * probs.unsqueeze(-1)).to(rows.dtype)
+        inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
+        weighted = swiglu(inner, probs).to(rows.dtype)
         return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)

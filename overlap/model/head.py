@@ -8,13 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.nn import functional as F
 
+from overlap.model.chunked_loss import linear_cross_entropy
 from overlap.model.config import ModelConfig
-from overlap.model.linear import Linear, linear
+from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
-from overlap.model.precision import wide_dtype
 from overlap.model.residual import make_contraction
 from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
 
@@ -47,8 +45,8 @@ class AnyHead(nn.Module):
         """Factor on one of them in the objective."""
         return 1.0 if name == "loss" else self.config.mtp_scale / self.config.mtp
 
-    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
-        """[B, S, C] -> [B, S, V]; `detach`: the output matrix gets no gradient."""
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """The output matrix [V, C]."""
         raise NotImplementedError
 
     def forward(self, state: Tensor, *reads: Tensor) -> Any:
@@ -63,11 +61,12 @@ class AnyHead(nn.Module):
         feeds, tied = rest[: len(self.feeds)], rest[len(self.feeds) :]
         sequences = as_sequences(self.feeds[1:], feeds[1:])
         labels = feeds[0] if config.labels else derived_labels(feeds[0], sequences)
-        logits = self.logits(self.norm(self.contraction(state)), *tied)
-        losses = [token_loss(logits, labels, per_token=config.per_token_loss)]
+        matrix = self.matrix(*tied)
+        hidden = self.norm(self.contraction(state))
+        losses = [token_loss(hidden, matrix, labels, per_token=config.per_token_loss)]
+        frozen = matrix.detach() if config.mtp_detach else matrix
         for depth, output in enumerate(depths, start=1):
-            logits = self.logits(output, *tied, detach=config.mtp_detach)
-            mean = token_loss(logits, labels_ahead(labels, sequences, depth), per_token=False)
+            mean = token_loss(output, frozen, labels_ahead(labels, sequences, depth), per_token=False)
             losses.append(mean * (labels != IGNORED).sum() if config.per_token_loss else mean)
         return tuple(losses) if config.mtp else losses[0]
 
@@ -79,23 +78,19 @@ class Head(AnyHead):
         super().__init__(config)
         self.projection = Linear(config.hidden, config.vocab)
 
-    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
-        """[B, S, C] -> [B, S, V]."""
-        if not detach:
-            own: Tensor = self.projection(x)
-            return own
-        frozen = {name: parameter.detach() for name, parameter in self.projection.named_parameters()}
-        detached: Tensor = functional_call(self.projection, frozen, (x,))
-        return detached
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """Its own; an adapter in place of the projection gives its effective `weight`."""
+        own: Tensor = self.projection.weight
+        return own
 
 
 class TiedHead(AnyHead):
     """Output matrix handed in: the embedding."""
 
-    def logits(self, x: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
-        """[B, S, C] -> [B, S, V], by the embedding [V, C]."""
+    def matrix(self, *tied: Tensor) -> Tensor:
+        """The embedding, handed in."""
         (weight,) = tied
-        return linear(x, weight.detach() if detach else weight)
+        return weight
 
 
 def derived_labels(ids: Tensor, sequences: Sequences) -> Tensor:
@@ -113,16 +108,16 @@ def labels_ahead(labels: Tensor, sequences: Sequences, depth: int) -> Tensor:
     return moved if sequences.padding_mask is None else moved.masked_fill(sequences.padding_mask, IGNORED)
 
 
-def token_loss(logits: Tensor, labels: Tensor, *, per_token: bool) -> Tensor:
-    """Cross entropy over the positions whose label is not IGNORED.
+def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, per_token: bool) -> Tensor:
+    """Cross entropy over the positions whose label is not IGNORED; no logits are kept.
 
     Args:
-        logits: [B, S, V].
+        hidden: [B, S, C].
+        weight: Output matrix [V, C].
         labels: [B, S] int64.
         per_token: Sum over positions; else their mean, 0 if there are none.
     """
-    wide = logits.flatten(0, 1).to(wide_dtype(logits.dtype))
-    total = F.cross_entropy(wide, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    total = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), ignored=IGNORED)
     if per_token:
         return total
     return total / (labels != IGNORED).sum().clamp(min=1)

@@ -28,7 +28,7 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [..., O].
     """
-    return apply(_Linear, x, *_graph_inputs(x, weight))
+    return apply(_Linear, x, *graph_inputs(x, weight))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, covers: bool = True) -> Tensor:
@@ -43,7 +43,7 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, covers: bool = 
     Returns:
         [T, O]; zeros in the rows of no expert.
     """
-    return apply(_GroupedLinear, x, *_graph_inputs(x, weight), counts, covers)
+    return apply(_GroupedLinear, x, *graph_inputs(x, weight), counts, covers)
 
 
 class Linear(nn.Module):
@@ -58,7 +58,7 @@ class Linear(nn.Module):
         return linear(x, self.weight)
 
 
-class _LateWeight:
+class LateWeight:
     """A weight outside the graph: Function.apply does not look inside."""
 
     __slots__ = ("weight",)
@@ -69,17 +69,17 @@ class _LateWeight:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, late: _LateWeight | None, anchor: Tensor | None) -> Tensor:
-        x = _cast(x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, late: LateWeight | None, anchor: Tensor | None) -> Tensor:
+        x = autocast_like(x)
         _save(ctx, x, weight, late)
-        return F.linear(x, _cast(weight))
+        return F.linear(x, autocast_like(weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
-        return grad_x, _gradient(ctx, _linear_wgrad, x, grad), None, None
+        return grad_x, gradient_of_weight(ctx, _linear_wgrad, x, grad), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -88,15 +88,15 @@ class _GroupedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         weight: Tensor,
-        late: _LateWeight | None,
+        late: LateWeight | None,
         anchor: Tensor | None,
         counts: Tensor,
         covers: bool,
     ) -> Tensor:
-        x = _cast(x)
+        x = autocast_like(x)
         _save(ctx, x, weight, late, counts)
         ctx.covers = covers
-        product: Tensor = grouped_mm(x, _cast(weight), counts, covers)
+        product: Tensor = grouped_mm(x, autocast_like(weight), counts, covers)
         return product
 
     @staticmethod
@@ -106,18 +106,18 @@ class _GroupedLinear(torch.autograd.Function):
         transposed = weight.to(grad.dtype).transpose(1, 2)
         grad_x = grouped_mm(grad, transposed, counts, ctx.covers) if ctx.needs_input_grad[0] else None
         compute = partial(_grouped_wgrad, covers=ctx.covers)
-        return grad_x, _gradient(ctx, compute, x, grad, counts), None, None, None, None
+        return grad_x, gradient_of_weight(ctx, compute, x, grad, counts), None, None, None, None
 
 
-def _graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, _LateWeight | None, Tensor | None]:
+def graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, LateWeight | None, Tensor | None]:
     """The weight as the graph sees it; where it is left out, itself, and what ties the product to the graph."""
     if not is_left_out(weight):
         return weight, None, None
     anchor = None if x.requires_grad else torch.empty(0, device=x.device, requires_grad=True)
-    return weight.detach(), _LateWeight(weight), anchor
+    return weight.detach(), LateWeight(weight), anchor
 
 
-def _cast(x: Tensor) -> Tensor:
+def autocast_like(x: Tensor) -> Tensor:
     """What autocast does to the arguments of a matrix product; nothing outside it."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
@@ -125,15 +125,26 @@ def _cast(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(device))
 
 
-def _save(ctx: Any, x: Tensor, weight: Tensor, late: _LateWeight | None, *rest: Tensor) -> None:
+def _save(ctx: Any, x: Tensor, weight: Tensor, late: LateWeight | None, *rest: Tensor) -> None:
     # the input is kept only for a weight that trains: frozen weights under adapters hold no activation
     ctx.save_for_backward(x if ctx.needs_input_grad[1] or late is not None else None, weight, *rest)
-    # saved-tensor hooks may hand back a copy; a put-off gradient must find the weight itself
+    keep_weight(ctx, weight, late)
+
+
+def keep_weight(ctx: Any, weight: Tensor, late: LateWeight | None) -> None:
+    """Keep the weight itself: saved-tensor hooks may hand back a copy, and a put-off gradient must find it."""
     ctx.weight = weight if late is None else late.weight
     ctx.late = late is not None
 
 
-def _gradient(ctx: Any, compute: Any, *tensors: Tensor) -> Tensor | None:
+def gradient_of_weight(ctx: Any, compute: Any, *tensors: Tensor) -> Tensor | None:
+    """The weight's gradient, its Function's second argument's: now, or None and put off.
+
+    Args:
+        ctx: Of the Function, with `weight` and `late` as keep_weight() set them.
+        compute: compute(*tensors, dtype=) gives the gradient.
+        tensors: Kept while it is put off.
+    """
     if not ctx.needs_input_grad[1] and not ctx.late:
         return None
     compute = partial(compute, dtype=ctx.weight.dtype)

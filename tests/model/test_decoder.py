@@ -160,9 +160,10 @@ def test_sequence_longer_than_the_tables(run_program: Run, make_feeds: Any) -> N
 
 def test_token_loss() -> None:
     logits = torch.randn(2, 3, 5)
+    eye = torch.eye(5)
     labels = torch.tensor([[0, IGNORED, 2], [IGNORED, 4, 1]])
     terms = [-logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(3) if labels[b, s] != IGNORED]
-    torch.testing.assert_close(token_loss(logits, labels, per_token=True), torch.stack(terms).sum())
-    torch.testing.assert_close(token_loss(logits, labels, per_token=False), torch.stack(terms).mean())
-    assert token_loss(logits, torch.full((2, 3), IGNORED), per_token=False) == 0
-    assert token_loss(logits.bfloat16(), labels, per_token=True).dtype is torch.float32
+    torch.testing.assert_close(token_loss(logits, eye, labels, per_token=True), torch.stack(terms).sum())
+    torch.testing.assert_close(token_loss(logits, eye, labels, per_token=False), torch.stack(terms).mean())
+    assert token_loss(logits, eye, torch.full((2, 3), IGNORED), per_token=False) == 0
+    assert token_loss(logits.bfloat16(), eye.bfloat16(), labels, per_token=True).dtype is torch.float32
