@@ -5,14 +5,19 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
 
 from overlap.model.chunked_loss import linear_cross_entropy
 from overlap.model.config import ModelConfig
 from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
+from overlap.model.precision import wide_dtype
 from overlap.model.residual import make_contraction
 from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
 
@@ -45,8 +50,8 @@ class AnyHead(nn.Module):
         """Factor on one of them in the objective."""
         return 1.0 if name == "loss" else self.config.mtp_scale / self.config.mtp
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """The output matrix [V, C]."""
+    def total_loss(self, hidden: Tensor, labels: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """Sum of the cross entropy over tokens: [T, C], [T] -> scalar; `detach`: no gradient for the output matrix."""
         raise NotImplementedError
 
     def forward(self, state: Tensor, *reads: Tensor) -> Any:
@@ -61,14 +66,20 @@ class AnyHead(nn.Module):
         feeds, tied = rest[: len(self.feeds)], rest[len(self.feeds) :]
         sequences = as_sequences(self.feeds[1:], feeds[1:])
         labels = feeds[0] if config.labels else derived_labels(feeds[0], sequences)
-        matrix = self.matrix(*tied)
-        hidden = self.norm(self.contraction(state))
-        losses = [token_loss(hidden, matrix, labels, per_token=config.per_token_loss)]
-        frozen = matrix.detach() if config.mtp_detach else matrix
+        total = partial(self._loss, tied)
+        losses = [total(self.norm(self.contraction(state)), labels, per_token=config.per_token_loss)]
         for depth, output in enumerate(depths, start=1):
-            mean = token_loss(output, frozen, labels_ahead(labels, sequences, depth), per_token=False)
+            ahead = labels_ahead(labels, sequences, depth)
+            mean = total(output, ahead, per_token=False, detach=config.mtp_detach)
             losses.append(mean * (labels != IGNORED).sum() if config.per_token_loss else mean)
         return tuple(losses) if config.mtp else losses[0]
+
+    def _loss(
+        self, tied: Sequence[Tensor], hidden: Tensor, labels: Tensor, *, per_token: bool, detach: bool = False
+    ) -> Tensor:
+        """Loss over the positions [B, S] whose label is not IGNORED: its sum, or its mean (0 if there are none)."""
+        total = self.total_loss(hidden.flatten(0, 1), labels.flatten(), *tied, detach=detach)
+        return total if per_token else total / (labels != IGNORED).sum().clamp(min=1)
 
 
 class Head(AnyHead):
@@ -78,19 +89,28 @@ class Head(AnyHead):
         super().__init__(config)
         self.projection = Linear(config.hidden, config.vocab)
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """Its own; an adapter in place of the projection gives its effective `weight`."""
-        own: Tensor = self.projection.weight
-        return own
+    def total_loss(self, hidden: Tensor, labels: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """Without logits; through them where an adapter stands in for the projection."""
+        projection = self.projection
+        if type(projection) is Linear:
+            weight = projection.weight.detach() if detach else projection.weight
+            return linear_cross_entropy(hidden, weight, labels, ignored=IGNORED)
+        if detach:
+            frozen = {name: parameter.detach() for name, parameter in projection.named_parameters()}
+            logits = functional_call(projection, frozen, (hidden,))
+        else:
+            logits = projection(hidden)
+        wide: Tensor = logits.to(wide_dtype(logits.dtype))
+        return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
 
 
 class TiedHead(AnyHead):
     """Output matrix handed in: the embedding."""
 
-    def matrix(self, *tied: Tensor) -> Tensor:
-        """The embedding, handed in."""
+    def total_loss(self, hidden: Tensor, labels: Tensor, *tied: Tensor, detach: bool = False) -> Tensor:
+        """Without logits."""
         (weight,) = tied
-        return weight
+        return linear_cross_entropy(hidden, weight.detach() if detach else weight, labels, ignored=IGNORED)
 
 
 def derived_labels(ids: Tensor, sequences: Sequences) -> Tensor:
@@ -106,18 +126,3 @@ def labels_ahead(labels: Tensor, sequences: Sequences, depth: int) -> Tensor:
     """Targets of an MTP depth: labels moved `depth` places, IGNORED past the sequence's end and at padding."""
     moved = sequences.ahead(labels, depth, fill=IGNORED)
     return moved if sequences.padding_mask is None else moved.masked_fill(sequences.padding_mask, IGNORED)
-
-
-def token_loss(hidden: Tensor, weight: Tensor, labels: Tensor, *, per_token: bool) -> Tensor:
-    """Cross entropy over the positions whose label is not IGNORED; no logits are kept.
-
-    Args:
-        hidden: [B, S, C].
-        weight: Output matrix [V, C].
-        labels: [B, S] int64.
-        per_token: Sum over positions; else their mean, 0 if there are none.
-    """
-    total = linear_cross_entropy(hidden.flatten(0, 1), weight, labels.flatten(), ignored=IGNORED)
-    if per_token:
-        return total
-    return total / (labels != IGNORED).sum().clamp(min=1)

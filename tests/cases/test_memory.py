@@ -201,31 +201,31 @@ def test_a_forward_without_backward_is_forgotten() -> None:
 
 @pytest.mark.parametrize("rule", [NONE, U(1), U(2)], ids=str)
 def test_loss_inputs_die_with_the_loss_backward(rule: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 53: logits, and what the head's graph saved, are dead right after the head's backward."""
+    """Row 53: the loss's input, and what the head's graph saved, are dead right after the head's backward."""
     grave = Graveyard()
-    logits: dict[int, weakref.ref[Tensor]] = {}
-    real = head_module.token_loss
+    inputs: dict[int, weakref.ref[Tensor]] = {}
+    real = head_module.linear_cross_entropy
     alive_at: list[tuple[str, int, bool, bool]] = []
 
-    def token_loss(values: Tensor, labels: Tensor, *, per_token: bool) -> Tensor:
+    def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, ignored: int) -> Tensor:
         if grave.watcher.slot is not None:
-            logits[grave.watcher.slot[1]] = weakref.ref(values)
-        return real(values, labels, per_token=per_token)
+            inputs[grave.watcher.slot[1]] = weakref.ref(hidden)
+        return real(hidden, weight, labels, ignored=ignored)
 
     def look(issue: Issue, owner: MicrobatchState) -> None:
         grave._after(issue, owner)
         if issue.stage.name == "head":
             mb = owner.number
-            alive_at.append((issue.slot.op.value, mb, logits[mb]() is not None, grave.saved_alive(mb, None) > 1))
+            alive_at.append((issue.slot.op.value, mb, inputs[mb]() is not None, grave.saved_alive(mb, None) > 1))
 
     grave.watcher = Watcher(look)
-    monkeypatch.setattr(head_module, "token_loss", token_loss)
+    monkeypatch.setattr(head_module, "linear_cross_entropy", cross_entropy)
     with saved_tensors(grave.save):
         train_step(make_chunk(rule), make_feeds(3), observers=(grave.watcher,))
     # Tensors of microbatch m outside layers: one is the embedding's ids, the others are the head's.
-    assert [item for item in alive_at if item[0] == "F"] == [("F", mb, False, True) for mb in range(3)]
+    assert [item for item in alive_at if item[0] == "F"] == [("F", mb, True, True) for mb in range(3)]
     assert [item for item in alive_at if item[0] == "B"] == [("B", mb, False, False) for mb in range(3)]
-    assert len(logits) == 3
+    assert len(inputs) == 3
     assert not any(grave.values_alive(mb, "3.hidden") for mb in range(3))
 
 

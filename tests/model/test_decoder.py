@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from overlap.ir import Program
-from overlap.model import Decoder, ModelConfig
-from overlap.model.head import IGNORED, token_loss
+from overlap.model import Decoder, ModelConfig, init_weights
+from overlap.model.head import IGNORED, Head
 from overlap.training.rows import cut_rows
 from recompute.errors import ConfigError
 
@@ -158,12 +158,34 @@ def test_sequence_longer_than_the_tables(run_program: Run, make_feeds: Any) -> N
         run_program(model.program(), make_feeds(1, 8))
 
 
-def test_token_loss() -> None:
-    logits = torch.randn(2, 3, 5)
-    eye = torch.eye(5)
+class Doubled(nn.Module):
+    """Stands in for an adapter: not a plain projection, so the head goes through logits."""
+
+    def __init__(self, projection: nn.Module) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * self.projection(x)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_head_loss(adapted: bool) -> None:
+    head = Head(ModelConfig(hidden=4, vocab=5))
+    init_weights(head, 0)
+    hidden, factor = torch.randn(2, 3, 4), 2 if adapted else 1
+    logits = factor * hidden @ head.projection.weight.T
+    if adapted:
+        head.projection = Doubled(head.projection)
     labels = torch.tensor([[0, IGNORED, 2], [IGNORED, 4, 1]])
     terms = [-logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(3) if labels[b, s] != IGNORED]
-    torch.testing.assert_close(token_loss(logits, eye, labels, per_token=True), torch.stack(terms).sum())
-    torch.testing.assert_close(token_loss(logits, eye, labels, per_token=False), torch.stack(terms).mean())
-    assert token_loss(logits, eye, torch.full((2, 3), IGNORED), per_token=False) == 0
-    assert token_loss(logits.bfloat16(), eye.bfloat16(), labels, per_token=True).dtype is torch.float32
+    total = head.total_loss(hidden.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(total, torch.stack(terms).sum())
+    detached = head.total_loss(hidden.requires_grad_().flatten(0, 1), labels.flatten(), detach=True)
+    assert torch.autograd.grad(detached, list(head.projection.parameters()), allow_unused=True) == (None,)
+
+
+def test_loss_is_wide() -> None:
+    head = Head(ModelConfig(hidden=4, vocab=5)).bfloat16()
+    init_weights(head, 0)
+    assert head.total_loss(torch.randn(3, 4).bfloat16(), torch.tensor([0, 1, 2])).dtype is torch.float32

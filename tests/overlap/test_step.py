@@ -195,7 +195,9 @@ def fail_and_retry(chunk: ModelChunk, trip: Trip, observers: tuple[Any, ...]) ->
         lanes = chunk.lanes
         assert isinstance(lanes, RecordingLanes)
         assert (lanes.alive(), lanes.log[-1]) == ([], "join")
-        assert weight_gradient(nn.Parameter(torch.ones(1)), torch.neg, torch.ones(1)) is not None, "a collector is still active"
+        assert weight_gradient(nn.Parameter(torch.ones(1)), torch.neg, torch.ones(1)) is not None, (
+            "a collector is still active"
+        )
         chunk.zero_grad(set_to_none=True)
         step(None)
         yield at, differences(wanted, result_of(chunk))
