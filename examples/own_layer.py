@@ -1,6 +1,6 @@
 """Bring your own layers: a residual MLP model in stages, verified bit for bit.
 
-    python -m overlap verify --program examples.own_layer:build --method uniform --num-layers 2
+python -m overlap verify --program examples.own_layer:build --method uniform --num-layers 2
 """
 
 import torch

@@ -278,8 +278,8 @@ def _weight_values(collector: WeightGradients, tape: Tape, issue: Issue) -> list
             continue
         if not shared:
             raise RecomputeError(
-                f"stage {issue.stage.label} uses {piece[0]!r}, which another stage computes, as a weight whose gradient "
-                "is put off: its producer's backward would miss it"
+                f"stage {issue.stage.label} uses {piece[0]!r}, which another stage computes, as a weight whose "
+                "gradient is put off: its producer's backward would miss it"
             )
         found.append((leaf, piece))
     return found

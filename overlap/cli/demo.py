@@ -1,4 +1,4 @@
-"""`demo`: the main job: train on real text under each recompute rule, compare losses to the bit, and memory to the byte."""
+"""`demo`: the main job: train on text under each recompute rule; compare losses to the bit, memory to the byte."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ import overlap.model.head as head_module
 from overlap import ModelChunk, Op, Program, ProgramBuilder, forward_only, train_step
 from overlap.engine import MicrobatchState
 from overlap.lower import Issue
+from overlap.model.chunked_loss import linear_cross_entropy
 from recompute import RecomputeConfig
 from recompute.checkpoint import LayerResult, PlainLayer, checkpoint_layers
 from tests.cases.model import NONE, B, Box, U, Watcher, make_chunk, make_feeds, saved_tensors
@@ -204,7 +205,7 @@ def test_loss_inputs_die_with_the_loss_backward(rule: RecomputeConfig, monkeypat
     """Row 53: the loss's input, and what the head's graph saved, are dead right after the head's backward."""
     grave = Graveyard()
     inputs: dict[int, weakref.ref[Tensor]] = {}
-    real = head_module.linear_cross_entropy
+    real = linear_cross_entropy
     alive_at: list[tuple[str, int, bool, bool]] = []
 
     def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, ignored: int) -> Tensor:

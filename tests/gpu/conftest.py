@@ -18,7 +18,7 @@ def deterministic() -> Iterator[None]:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    # On by default with deterministic algorithms: torch.utils.deterministic.fill_uninitialized_memory.
     try:
         with sdpa_kernel(BACKEND):
             yield

@@ -166,7 +166,8 @@ class Doubled(nn.Module):
         self.projection = projection
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.projection(x)
+        doubled: Tensor = 2 * self.projection(x)
+        return doubled
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -176,13 +177,14 @@ def test_head_loss(adapted: bool) -> None:
     hidden, factor = torch.randn(2, 3, 4), 2 if adapted else 1
     logits = factor * hidden @ head.projection.weight.T
     if adapted:
-        head.projection = Doubled(head.projection)
+        head.register_module("projection", Doubled(head.projection))
     labels = torch.tensor([[0, IGNORED, 2], [IGNORED, 4, 1]])
     terms = [-logits[b, s].log_softmax(-1)[labels[b, s]] for b in range(2) for s in range(3) if labels[b, s] != IGNORED]
     total = head.total_loss(hidden.flatten(0, 1), labels.flatten())
     torch.testing.assert_close(total, torch.stack(terms).sum())
     detached = head.total_loss(hidden.requires_grad_().flatten(0, 1), labels.flatten(), detach=True)
-    assert torch.autograd.grad(detached, list(head.projection.parameters()), allow_unused=True) == (None,)
+    (gradient,) = torch.autograd.grad(detached, list(head.projection.parameters()), allow_unused=True)
+    assert gradient is None
 
 
 def test_loss_is_wide() -> None:
