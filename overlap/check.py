@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
-from overlap.ir import Program, Stage
+from overlap.ir import Lane, Program, Stage
 from recompute.rng import default_generators, seeded, stage_seed
 
 
@@ -49,6 +49,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
                 with torch.no_grad():
                     buffer.data.copy_(saved[name])
             _check_parameters(stage, outputs, chunk.module)
+            _check_storage(stage, program, inputs, outputs)
             values.update(zip(stage.writes, outputs, strict=True))
             _check_adjoint(stage, program, inputs, values, generators)
             _check_draws(stage, generators, states)
@@ -110,6 +111,23 @@ def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Se
     for generator, state in zip(generators, states, strict=True):
         if not torch.equal(generator.get_state(), state):
             raise ProgramError(f"stage {stage.label} draws random numbers: declare draws_rng=True (R4)")
+
+
+def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+    """What a compute stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
+    if stage.lane is not Lane.COMPUTE:
+        return
+    foreign = {
+        value.untyped_storage()._cdata: name
+        for name, value in zip(stage.reads, inputs, strict=True)
+        if torch.is_tensor(value) and name in program.producers and program.producers[name].lane is not stage.lane
+    }
+    for name, value in zip(stage.writes, outputs, strict=True):
+        if torch.is_tensor(value) and value.untyped_storage()._cdata in foreign:
+            raise ProgramError(
+                f"stage {stage.label} hands on the storage of {foreign[value.untyped_storage()._cdata]!r} as {name!r}, "
+                "which another lane may own: return a copy (R14)"
+            )
 
 
 def _check_parameters(stage: Stage, outputs: Sequence[Any], module: nn.Module) -> None:

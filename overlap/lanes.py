@@ -35,7 +35,7 @@ class Lanes(Protocol):
     """Streams, or what stands for them."""
 
     def begin(self, issue: Issue, owner: Owner) -> None:
-        """Switch to the issue's lane and wait for `issue.waits`; tell the allocator of foreign uses.
+        """Switch to the issue's lane and wait for `issue.waits`; take care of memory that other lanes own.
 
         Args:
             issue: What runs next.

@@ -63,9 +63,13 @@ class Issue:
     signals: bool = False
     """Whether another lane waits for this one's end."""
     foreign: tuple[Key, ...] = ()
-    """Reads whose storage another lane allocated: the allocator is told of this use."""
+    """Reads whose storage another lane allocated: it must not be given out again before this use has ended."""
+    foreign_owners: tuple[Lane, ...] = ()
+    """The lane of each."""
     foreign_pieces: tuple[Piece, ...] = ()
     """The same for gradients."""
+    piece_owners: tuple[Lane, ...] = ()
+    """The lane of each."""
     frees: tuple[Key, ...] = ()
     """Values that nobody reads after this issue."""
 
@@ -289,14 +293,7 @@ def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, froze
                 clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else _NOTHING)
         at[microbatch, (issue.slot.op, issue.stage.key)] = index
         views.append(clocks.view(issue.lane))
-        result.append(
-            replace(
-                issue,
-                waits=tuple(waits),
-                foreign=_foreign(issue, side),
-                foreign_pieces=_foreign_pieces(issue, side.program),
-            )
-        )
+        result.append(replace(_with_foreign(issue, side), waits=tuple(waits)))
     return [
         replace(
             issue,
@@ -326,17 +323,27 @@ def _dependencies(issue: Issue, side: Side, at: Container[_Past]) -> list[tuple[
     return list(found.items())
 
 
-def _foreign(issue: Issue, side: Side) -> tuple[Key, ...]:
+def _with_foreign(issue: Issue, side: Side) -> Issue:
+    """Name the reads and pieces whose storage another lane allocated, with that lane."""
     program = side.program
-    return tuple(
-        key
+    keys = [
+        (key, program.producers[key[0]].lane)
         for key in (*issue.reads, *issue.pinned)
         if key[0] in program.producers and program.producers[key[0]].lane is not issue.lane
+    ]
+    pieces = [
+        (piece, program.stages[piece[1]].lane)
+        for group in issue.pieces
+        for piece in group
+        if program.stages[piece[1]].lane is not issue.lane
+    ]
+    return replace(
+        issue,
+        foreign=tuple(key for key, _ in keys),
+        foreign_owners=tuple(lane for _, lane in keys),
+        foreign_pieces=tuple(piece for piece, _ in pieces),
+        piece_owners=tuple(lane for _, lane in pieces),
     )
-
-
-def _foreign_pieces(issue: Issue, program: Program) -> tuple[Piece, ...]:
-    return tuple(piece for group in issue.pieces for piece in group if program.stages[piece[1]].lane is not issue.lane)
 
 
 def _read_later(issue: Issue, sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> bool:

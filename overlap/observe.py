@@ -13,7 +13,7 @@ import torch
 from overlap.ir import Lane, Slot
 from overlap.lanes import Owner
 from overlap.lower import Issue
-from overlap.streams import DEFAULT_PRIORITIES, StreamLanes
+from overlap.streams import DEFAULT_PRIORITIES, Mark, StreamLanes
 from overlap.timeline import Span, Timeline
 
 
@@ -39,7 +39,7 @@ class TimedLanes(StreamLanes):
         start.record()
         self._marks.append((replace(issue.slot, microbatch=owner.number), issue.lane, start, end))
 
-    def end(self, issue: Issue, owner: Owner) -> torch.Event | None:
+    def end(self, issue: Issue, owner: Owner) -> Mark | None:
         """Mark the end."""
         self._marks[-1][3].record()
         return super().end(issue, owner)

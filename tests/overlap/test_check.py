@@ -14,6 +14,7 @@ from overlap.builder import ProgramBuilder
 from overlap.check import check_stages, same_bits
 from overlap.chunk import ModelChunk
 from overlap.errors import ProgramError
+from overlap.ir import Program
 from overlap.step import train_step
 from tests.overlap.programs import Own, tiny_chunk, tiny_feeds
 
@@ -168,3 +169,32 @@ def test_tiny_programs_pass() -> None:
 )
 def test_same_bits(left: Tensor, right: Tensor, same: bool) -> None:
     assert same_bits(left, right) is same
+
+
+class PassesOn(nn.Module):
+    """A compute stage behind a communication stage."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def post(self, h: Tensor) -> Tensor:
+        return h + 0.0 if self.copies else h.view_as(h)
+
+    def program(self) -> Program:
+        b = ProgramBuilder()
+        hidden = b.input("h", needs_grad=True)
+        with b.layer(0):
+            (sent,) = b.comm("send", torch.clone, hidden, outputs=("sent",), adjoint=lambda grads, pinned: grads)
+            (out,) = b.compute("post", self.post, sent, outputs=("out",))
+        (loss,) = b.compute("loss", torch.sum, out, outputs=("loss",))
+        b.loss(loss)
+        return b.build()
+
+
+def test_another_lanes_memory_is_not_handed_on() -> None:
+    """Row 44's kind: freed by name, the storage would go back to one lane while the other still reads it."""
+    feeds = {"h": torch.ones(2, requires_grad=True)}
+    train_step(ModelChunk(PassesOn(True), order="plain"), [feeds])
+    with pytest.raises(ProgramError, match=r"0\.post hands on the storage of '0\.sent' as '0\.out'.*R14"):
+        train_step(ModelChunk(PassesOn(False), order="plain"), [feeds])
