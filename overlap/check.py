@@ -28,6 +28,8 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             it, writes other values than it declares, or has an adjoint of wrong length or shape; a loss is no scalar.
     """
     program = chunk.program
+    last = {value: stages[-1].key for value, stages in program.readers.items() if stages}
+    kept = {loss.value for loss in program.losses}
     values: dict[str, Any] = dict(feeds)
     buffers = dict(chunk.module.named_buffers())
     saved = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -54,6 +56,11 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             _check_adjoint(stage, program, inputs, values, generators)
             _check_draws(stage, generators, states)
             values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))
+            del inputs, outputs
+            # As in a step, a value dies with its last reader: the check must fit where the step fits.
+            for value in (*stage.reads, *stage.writes):
+                if last.get(value, stage.key) == stage.key and value not in kept:
+                    values.pop(value, None)
     finally:
         with torch.no_grad():
             for name, buffer in buffers.items():

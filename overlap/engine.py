@@ -249,13 +249,15 @@ class Engine:
 
     def _wgrad(self, issue: Issue, owner: MicrobatchState) -> None:
         collector, weight_values = owner.pending.pop(issue.stage.key)
-        for weight, gradient in collector.drain():
+        for weight, gradient in collector.drain_each():
             piece = next((piece for value, piece in weight_values if value is weight), None)
             if piece is None:
                 torch.autograd.backward((weight,), (gradient,))
+                del gradient  # before the next one is computed
                 continue
             earlier = owner.grads.get(piece)
             owner.grads[piece] = gradient if earlier is None else earlier + gradient
+            del gradient  # before the next one is computed
 
 
 # Looked up by name at each call, so that a subclass may replace one; the engine itself holds no reference to them and

@@ -44,6 +44,23 @@ EXPOSED: Mapping[str, str] = MappingProxyType({
         B.attn     W.attn       # hide F.combine
         F.post     F.mtp_post
     """,
+    # Attention's backward as early as it can be, so that its activations are let go before the experts' forward needs
+    # room: less memory at the peak, and F.combine is left with less to hide it.
+    "early_release": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        B.experts
+        F.dispatch
+        F.shared   W.experts    # hide F.dispatch
+        B.dispatch
+        B.shared   W.shared     # hide B.dispatch
+        B.post_attn  W.post_attn
+        B.attn     W.attn
+        F.experts
+        F.combine
+        F.post     F.mtp_post
+    """,
     # For comparison, the order of the closest existing system (its weak points included): experts before the
     # dispatch that they should hide, and what follows combine right behind it.
     "fused": """
@@ -85,6 +102,24 @@ HIDDEN: Mapping[str, str] = MappingProxyType({
         B.attn                  # hides F.combine and R.combine
         F.post     F.mtp_post
         W.attn
+        R.post     R.mtp_post
+    """,
+    "early_release": """
+        B.mtp_post W.mtp_post
+        B.post     W.post       B.combine
+        F.attn     F.post_attn  # hide B.combine
+        F.dispatch F.shared
+        B.experts  W.experts    # hide F.dispatch
+        B.dispatch B.shared     W.shared
+        F.experts               # hides B.dispatch
+        F.combine
+        B.post_attn  W.post_attn
+        B.attn     W.attn       # hide F.combine; the pair's activations are gone before the next are rebuilt
+        R.attn     R.post_attn  R.shared
+        R.dispatch
+        F.post     F.mtp_post
+        R.experts
+        R.combine
         R.post     R.mtp_post
     """,
     "single_queue": """

@@ -7,8 +7,8 @@ NOTE [ Memory that crosses lanes ]
 1. A freed buffer goes back to the lane that allocated it, at the point where that lane stands.
 2. So a buffer that another lane uses is held until its own lane has waited for an event behind that use.
 3. Lowering gives such a wait for every use whose result comes back; what is left ends with the step (`finish`).
-The allocator's own means, record_stream, frees at a moment that depends on how far the host runs ahead: peak memory
-then varies, and on an H200 was about 250 MiB higher.
+The allocator's own means, record_stream, frees at a moment that depends on how far the host runs ahead; with it an
+H200 reserved 0.7 GiB more for the same step (proxy-8, uniform 1: 11408 MiB against 10722).
 """
 
 from __future__ import annotations

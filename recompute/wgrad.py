@@ -34,24 +34,31 @@ class WeightGradients:
         self.pending: list[PendingGradient] = []
 
     def drain(self) -> list[tuple[Tensor, Tensor]]:
-        """Compute what is pending and forget it.
+        """Compute all that is pending and forget it; see drain_each."""
+        return list(self.drain_each())
 
-        Returns:
+    def drain_each(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Compute what is pending, weight by weight, and forget each when it is computed.
+
+        One at a time: the gradient of a layer's experts can be larger than all its activations.
+
+        Yields:
             (weight, gradient) pairs, a weight used twice summed in the order of use in backward, as autograd does.
         """
-        order: list[Tensor] = []
-        sums: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for item in self.pending:
-                gradient = item.compute(*item.tensors)
-                key = id(item.weight)
-                if key in sums:
-                    sums[key] = sums[key] + gradient
-                else:
-                    sums[key] = gradient
-                    order.append(item.weight)
-        self.pending = []
-        return [(weight, sums[id(weight)]) for weight in order]
+        while self.pending:
+            weight = self.pending[0].weight
+            uses = [item for item in self.pending if item.weight is weight]
+            self.pending = [item for item in self.pending if item.weight is not weight]
+            yield weight, _sum_of(uses)
+
+
+@torch.no_grad()
+def _sum_of(uses: list[PendingGradient]) -> Tensor:
+    """The gradients of one weight, added in order; each use is let go when it is computed."""
+    total = uses[0].compute(*uses.pop(0).tensors)
+    while uses:
+        total = total + uses[0].compute(*uses.pop(0).tensors)
+    return total
 
 
 _collectors: list[WeightGradients] = []

@@ -69,8 +69,8 @@ class Case:
     @property
     def name(self) -> str:
         """As the result tables show it."""
-        replay = "" if not self.recompute.enabled else f", {self.recompute.replay}"
-        how = f"overlap {self.order}{replay}" if self.path is Path.OVERLAP else "contiguous"
+        wgrad = ", delayed wgrad" if self.delay_wgrad else ""
+        how = f"overlap {self.order}{wgrad}" if self.path is Path.OVERLAP else "contiguous"
         wire = "" if self.wire is Wire.LOCAL else f", {self.wire} x{self.wire_scale:g}"
         return f"{self.proxy}: {self.recompute}, {how}{wire}"
 
@@ -81,6 +81,8 @@ def memory_cases() -> list[Case]:
     for name in PROXIES:
         for rule in (RecomputeConfig.none(), RecomputeConfig.uniform(1)):
             cases += _ways(name, rule)
+        cases.append(Case(proxy=name, recompute=RecomputeConfig.uniform(1), order="early_release"))
+        cases.append(Case(proxy=name, recompute=RecomputeConfig.uniform(1), order="single_queue", delay_wgrad=True))
     for rule in (RecomputeConfig.uniform(2), RecomputeConfig.uniform(4), RecomputeConfig.block(4)):
         cases += _ways("proxy-8", rule)
     cases += _ways("proxy-16", RecomputeConfig.uniform(4))

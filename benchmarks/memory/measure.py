@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +19,11 @@ from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
 from overlap.ir import Lane
 from overlap.model import Decoder, ModelConfig, MoELayer
+from overlap.observe import TimedLanes
 from overlap.orders import get_order
 from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
+from overlap.timeline import Timeline
 
 _MIB = 2**20
 DEVICE = torch.device("cuda")
@@ -92,7 +95,7 @@ class Bench:
 
         return step
 
-    def measure(self, case: Case, steps: int = 5) -> Measured:
+    def measure(self, case: Case, steps: int = 3) -> Measured:
         """Two steps to warm up, then `steps` measured ones."""
         step = self.step_of(case)
         step()
@@ -145,7 +148,30 @@ class Bench:
         run()
         return median([timed(run) for _ in range(3)])
 
-    def paired(self, cases: Sequence[Case], rounds: int = 9) -> list[Measured]:
+    def record(self, case: Case) -> Timeline:
+        """A step of a case, slot by slot."""
+        lanes = TimedLanes(DEVICE)
+        chunk = self.chunk(case)
+        chunk.lanes = lanes
+        for _ in range(3):
+            train_step(chunk, self.feeds)
+            timeline = lanes.timeline(case.name)
+        return timeline
+
+    def host_ms(self, case: Case) -> tuple[int, float]:
+        """Slots of a step, and the milliseconds that the host takes to issue them (median of 5)."""
+        chunk = self.chunk(case)
+        slots = sum(len(plan.issues) for plan, _, _ in step_plans(chunk, MICROBATCHES))
+        times = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            begin = perf_counter()
+            train_step(chunk, self.feeds)
+            times.append((perf_counter() - begin) * 1e3)
+        torch.cuda.synchronize()
+        return slots, median(times[2:])
+
+    def paired(self, cases: Sequence[Case], rounds: int = 7) -> list[Measured]:
         """Step times of several cases, measured in turns so that drift hits all alike."""
         steps = [self.step_of(case) for case in cases]
         for step in steps:

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.measure import Bench, Measured
-from benchmarks.memory.speed import loopback, overhead, queues
+from benchmarks.memory.speed import exposed, host, loopback, overhead, queues
 
 BACKEND = SDPBackend.EFFICIENT_ATTENTION
 
@@ -66,8 +66,16 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "memory": (("memory", memory),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
+    "exposed": (("exposed", exposed),),
+    "host": (("host", host),),
     "queues": (("queues", queues),),
-    "h200": (("memory", memory), ("overhead", overhead), ("loopback", loopback)),
+    "h200": (
+        ("memory", memory),
+        ("overhead", overhead),
+        ("loopback", loopback),
+        ("exposed", exposed),
+        ("host", host),
+    ),
 }
 
 
@@ -76,6 +84,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--suite", choices=SUITES, required=True)
     parser.add_argument("--out", default="benchmarks/memory/results", metavar="DIR")
+    parser.add_argument("--tag", default="", help="added to the file's name")
     args = parser.parse_args()
     payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
     with sdpa_kernel(BACKEND):
@@ -83,7 +92,7 @@ def main() -> int:
             payload[name] = part()
     folder = FilePath(args.out)
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{args.suite}.json"
+    target = folder / f"{args.suite}{args.tag}.json"
     target.write_text(json.dumps(payload, indent=1) + "\n")
     print(f"wrote {target}")
     return 0

@@ -8,6 +8,10 @@ from typing import Any
 
 from benchmarks.memory.cases import Case, Path, Wire, hidden
 from benchmarks.memory.measure import Bench, Measured
+from overlap.ir import Lane, Op
+from overlap.memory.host_cost import measure_host_cost
+from overlap.simulate import exposure
+from overlap.timeline import chrome_trace
 from recompute import RecomputeConfig
 
 UNIFORM = RecomputeConfig.uniform(1)
@@ -45,8 +49,44 @@ def loopback() -> list[dict[str, Any]]:
     wire = bench.communication_ms(base)
     bound = max(results[0].step, wire)
     rows = [asdict(result) | {"of_bound": result.step / bound} for result in results]
-    print(f"scale {scale:.3f}  communication alone {wire:.1f} ms  bound {bound:.1f} ms")
+    print(
+        f"scale {scale:.3f}  share of the exposed step {SHARE:.0%}  communication alone {wire:.1f} ms  bound {bound:.1f} ms"
+    )
     return [*rows, {"name": "bound", "scale": scale, "communication": wire, "bound": bound}]
+
+
+def exposed() -> list[dict[str, Any]]:
+    """Where the replay's all-to-alls run, from recorded steps: how much of them has no compute beside it."""
+    bench = Bench("proxy-8")
+    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=_calibrate(bench))
+    cases = [replace(base, order=order, recompute=rule) for order in ORDERS for rule in (UNIFORM, hidden(UNIFORM))]
+    rows = []
+    for case in cases:
+        timeline = bench.record(case)
+        found = exposure(timeline, 0.0, timeline.end, ())
+        total: dict[str, float] = {}
+        for span in timeline.on(Lane.COMM):
+            op = Op.FORWARD if span.slot.op is Op.NO_GRAD else span.slot.op
+            kind = f"{op.value}.{span.slot.stage}"
+            total[kind] = total.get(kind, 0.0) + span.milliseconds
+        share = found.exposed.get("R.dispatch", 0.0) / total["R.dispatch"]
+        print(f"{case.name:80s} replayed all-to-all exposed {share:.1%}", flush=True)
+        rows.append({"name": case.name, "exposed": dict(found.exposed), "total": total, "replay_exposed_share": share})
+        rows[-1]["trace"] = chrome_trace([timeline])
+    return rows
+
+
+def host() -> list[dict[str, Any]]:
+    """Host time of a step per slot, and the engine's own part of it."""
+    bench = Bench("proxy-8")
+    rows: list[dict[str, Any]] = []
+    for case in (Case(proxy="proxy-8", recompute=UNIFORM), Case(proxy="proxy-8", recompute=hidden(UNIFORM))):
+        slots, milliseconds = bench.host_ms(case)
+        rows.append({"name": case.name, "slots": slots, "host_us_per_slot": milliseconds * 1e3 / slots})
+        print(f"{case.name:70s} {rows[-1]['host_us_per_slot']:.1f} us of host time a slot, {slots} slots", flush=True)
+    rows.append({"name": "engine alone, trivial stages", **measure_host_cost().as_json()})
+    print(rows[-1])
+    return rows
 
 
 def queues() -> list[dict[str, Any]]:

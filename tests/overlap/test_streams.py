@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap import ModelChunk, streams
+from overlap import ModelChunk
 from overlap.contiguous import contiguous_step
 from overlap.engine import MicrobatchState
 from overlap.ir import Lane, Op
@@ -44,10 +44,10 @@ class FakeEvent:
 def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
     """The stream that is current, last in the list."""
     stack = [FakeStream()]
-    monkeypatch.setattr(streams.torch, "Stream", lambda device, priority: FakeStream())
-    monkeypatch.setattr(streams.torch, "Event", FakeEvent)
-    monkeypatch.setattr(streams.torch.accelerator, "current_stream", lambda device: stack[-1])
-    monkeypatch.setattr(streams.torch.accelerator, "set_stream", stack.append)
+    monkeypatch.setattr(torch, "Stream", lambda device, priority: FakeStream())
+    monkeypatch.setattr(torch, "Event", FakeEvent)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: stack[-1])
+    monkeypatch.setattr(torch.accelerator, "set_stream", stack.append)
     return stack
 
 
