@@ -8,7 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from overlap.ir import StageKey
 from overlap.lower import Event, Issue, Key, Piece
+from recompute.tape import Tape
+from recompute.wgrad import WeightGradients
 
 
 class Owner(Protocol):
@@ -25,6 +28,14 @@ class Owner(Protocol):
     @property
     def grads(self) -> Mapping[Piece, Any]:
         """Its gradient pieces."""
+
+    @property
+    def tapes(self) -> Mapping[StageKey, Tape]:
+        """Its graphs."""
+
+    @property
+    def pending(self) -> Mapping[StageKey, tuple[WeightGradients, Any]]:
+        """Its pending weight gradients."""
 
     @property
     def events(self) -> Mapping[Event, Any]:

@@ -70,6 +70,10 @@ class Issue:
     """The same for gradients."""
     piece_owners: tuple[Lane, ...] = ()
     """The lane of each."""
+    foreign_leaves: tuple[tuple[int, Lane], ...] = ()
+    """B: reads of the stage that its graph keeps and another lane allocated, by place: backward uses them again."""
+    pending_owners: tuple[Lane, ...] = ()
+    """W: other lanes that may have allocated what the pending weight gradients keep."""
     frees: tuple[Key, ...] = ()
     """Values that nobody reads after this issue."""
 
@@ -337,8 +341,18 @@ def _with_foreign(issue: Issue, side: Side) -> Issue:
         for piece in group
         if program.stages[piece[1]].lane is not issue.lane
     ]
+    leaves = [
+        (place, program.producers[value].lane)
+        for place, value in enumerate(issue.stage.reads)
+        if value in program.producers and program.producers[value].lane is not issue.lane
+    ]
+    readers = {reader.lane for value in issue.stage.writes for reader in program.readers[value]}
+    givers = {lane for _, lane in leaves} | readers - {issue.lane}
+    keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None
     return replace(
         issue,
+        foreign_leaves=tuple(leaves) if keeps_graph else (),
+        pending_owners=tuple(lane for lane in Lane if lane in givers) if issue.slot.op is Op.WGRAD else (),
         foreign=tuple(key for key, _ in keys),
         foreign_owners=tuple(lane for _, lane in keys),
         foreign_pieces=tuple(piece for piece, _ in pieces),

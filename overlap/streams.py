@@ -6,7 +6,8 @@ lane changes: a switch costs host time.
 NOTE [ Memory that crosses lanes ]
 1. A freed buffer goes back to the lane that allocated it, at the point where that lane stands.
 2. So a buffer that another lane uses is held until its own lane has waited for an event behind that use.
-3. Lowering gives such a wait for every use whose result comes back; what is left ends with the step (`finish`).
+3. A use is more than a read: a graph keeps inputs, and a pending weight gradient keeps tensors, for a later slot.
+4. Lowering gives such a wait for every use whose result comes back; what is left ends with the step (`finish`).
 The allocator's own means, record_stream, frees at a moment that depends on how far the host runs ahead; with it an
 H200 reserved 0.7 GiB more for the same step (proxy-8, uniform 1: 11408 MiB against 10722).
 """
@@ -83,6 +84,10 @@ class StreamLanes:
         for piece, home in zip(issue.foreign_pieces, issue.piece_owners, strict=False):
             if piece in owner.grads:
                 self._hold(home, lane, owner.grads[piece])
+        for place, home in issue.foreign_leaves:
+            self._hold(home, lane, owner.tapes[issue.stage.key].leaves[place])
+        for home in issue.pending_owners:
+            self._hold(home, lane, [item.tensors for item in owner.pending[issue.stage.key][0].pending])
 
     def end(self, issue: Issue, owner: Owner) -> Mark | None:
         """Record the end of an issue that another lane waits for."""

@@ -14,7 +14,7 @@ def main() -> None:
     device = torch.device("cuda")
     rule = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
     chunk = ModelChunk(
-        Decoder(ModelConfig(layers=2, hidden=64, dropout=0.1, dtype="bfloat16"), transport=HostLoopback()).to(device),  # type: ignore[arg-type]
+        Decoder(ModelConfig(layers=2, hidden=64, dropout=0.1, dtype="bfloat16"), transport=HostLoopback()).to(device),
         recompute=rule,
         order=get_order("multi_queue", rule.replay),
         lanes=StreamLanes(device),

@@ -115,13 +115,38 @@ class LateComm(StreamLanes):
             torch.cuda._sleep(2_000_000)
 
 
-@pytest.mark.parametrize("rule", ["uniform1", "uniform2-hidden"])
-def test_late_communication_changes_nothing(rule):
-    """Poisoned allocator (unwritten memory is NaN) and a communication stream that lags: races would show."""
+class LateCompute(StreamLanes):
+    """Puts a long sleep on the compute stream before each of its issues: communication runs far ahead."""
+
+    def begin(self, issue, owner):
+        super().begin(issue, owner)
+        if issue.lane.value == "compute":
+            torch.cuda._sleep(500_000)
+
+
+@pytest.mark.parametrize("delay", [False, True])
+@pytest.mark.parametrize("rule", ["none", "uniform1", "uniform2-hidden"])
+@pytest.mark.parametrize("lanes", [LateComm, LateCompute])
+def test_a_late_lane_changes_nothing(lanes, rule, delay):
+    """Poisoned allocator (unwritten memory is NaN) and one stream that lags: a race would show (B19, B22)."""
     config = ModelConfig(layers=4, dtype="bfloat16", **SHAPE)
-    chunk = make_chunk(config, RULES[rule], "multi_queue", loopback=True, delay=False)
-    chunk.lanes = LateComm(DEVICE)
+    chunk = make_chunk(config, RULES[rule], "multi_queue", loopback=True, delay=delay)
+    chunk.lanes = lanes(DEVICE)
     assert verify(chunk, batches(config)).equal
+
+
+class CarelessLanes(LateCompute):
+    """Control: holds nothing that crosses lanes."""
+
+    def _hold(self, home, user, value):
+        return
+
+
+def test_control_without_holding_differs():
+    config = ModelConfig(layers=4, dtype="bfloat16", **SHAPE)
+    chunk = make_chunk(config, RULES["none"], "multi_queue", loopback=True, delay=False)
+    chunk.lanes = CarelessLanes(DEVICE)
+    assert not verify(chunk, batches(config)).equal
 
 
 class DeafLanes(LateComm):

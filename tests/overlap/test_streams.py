@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from overlap import ModelChunk
 from overlap.contiguous import contiguous_step
@@ -121,6 +122,37 @@ def test_what_another_lane_uses_is_held_until_its_owner_has_waited(current: list
     assert alive["dispatch"]
     assert alive["shared"], "held: nothing has waited yet"
     assert not alive["experts"], "let go at the owner's wait"
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_what_a_graph_keeps_of_another_lane_is_held_after_backward(current: list[FakeStream], delay: bool) -> None:
+    """Backward reads what the graph saved of the transfer's result, long after the value itself was freed."""
+    lanes = StreamLanes(torch.device("cpu"))
+    after: list[bool] = []
+    kept: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+    last = "W" if delay else "B"
+
+    class Look(Watch):
+        def before(self, issue: Issue, owner: MicrobatchState) -> None:
+            if issue.slot.op is Op.BACKWARD and issue.stage.label == "1.experts":
+                leaf = owner.tapes[issue.stage.key].leaves[0]
+                kept[owner.number] = weakref.ref(leaf.untyped_storage())
+
+        def after(self, issue: Issue, owner: MicrobatchState) -> None:
+            if issue.slot.op.value == last and issue.stage.label == "1.experts":
+                queue = lanes._held[Lane.COMM, Lane.COMPUTE]
+                storages = {t.untyped_storage()._cdata for _, value in queue for t in pytree.tree_leaves(value)}
+                reference = kept[owner.number]()
+                after.append(reference is not None and reference._cdata in storages)
+
+    chunk = ModelChunk(
+        Decoder(ModelConfig(layers=3, hidden=16, vocab=32)),
+        recompute=RecomputeConfig.uniform(1),
+        lanes=lanes,
+        delay_wgrad=delay,
+    )
+    train_step(chunk, feeds(), observers=(Look(lanes),))
+    assert after == [True] * 3
 
 
 def test_a_failed_step_leaves_nothing(current: list[FakeStream]) -> None:
