@@ -49,9 +49,8 @@ def loopback() -> list[dict[str, Any]]:
     wire = bench.communication_ms(base)
     bound = max(results[0].step, wire)
     rows = [asdict(result) | {"of_bound": result.step / bound} for result in results]
-    print(
-        f"scale {scale:.3f}  share of the exposed step {SHARE:.0%}  communication alone {wire:.1f} ms  bound {bound:.1f} ms"
-    )
+    share = f"{SHARE:.0%} of the exposed step"
+    print(f"scale {scale:.3f} ({share})  communication {wire:.1f} ms  bound {bound:.1f} ms")
     return [*rows, {"name": "bound", "scale": scale, "communication": wire, "bound": bound}]
 
 
