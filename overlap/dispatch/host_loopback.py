@@ -6,18 +6,14 @@ an H200's link, what one 400 Gb/s card gives), no multiprocessor is used, and re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from overlap.dispatch.routing import Routing
-from overlap.dispatch.transport import Gradients
+from overlap.dispatch.round_trip import RoundTrip
 from recompute.errors import ConfigError
 
 
-class HostLoopback:
+class HostLoopback(RoundTrip):
     """A transport that takes time.
 
     The pinned buffer serves one trip after another: trips are ordered on the communication lane.
@@ -34,28 +30,6 @@ class HostLoopback:
             raise ConfigError(field="loopback_scale", value=scale, rule="must be above 0")
         self.scale = scale
         self._host = torch.empty(0, dtype=torch.uint8)
-
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Send the rows round; the weights are few bytes and stay."""
-        return self._trip(tokens), probs
-
-    def dispatch_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None, None]:
-        """Send the rows' gradient round."""
-        tokens = grads[0]
-        return None if tokens is None else self._trip(tokens), grads[1], None
-
-    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Send the rows round."""
-        return self._trip(rows)
-
-    def combine_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, None]:
-        """Send the gradient round."""
-        rows = grads[0]
-        return None if rows is None else self._trip(rows), None
-
-    def _trip(self, rows: Tensor) -> Tensor:
-        result: Tensor = _RoundTrip.apply(rows, self)  # type: ignore[no-untyped-call]  # torch's
-        return result
 
     def round_trip(self, rows: Tensor) -> Tensor:
         """A copy of `rows` that came back from the host."""
@@ -81,18 +55,3 @@ class HostLoopback:
         if self._host.numel() < nbytes:
             self._host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
         return self._host
-
-
-class _RoundTrip(torch.autograd.Function):
-    """The trip, differentiable: the gradient makes it too."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, transport: HostLoopback) -> Tensor:
-        """There and back."""
-        ctx.transport = transport
-        return transport.round_trip(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """There and back."""
-        return ctx.transport.round_trip(gradients[0]), None

@@ -6,22 +6,20 @@ before it; copy engines do not queue there. Triton is imported only when the tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from overlap.dispatch.routing import Routing
-from overlap.dispatch.transport import Gradients
+from overlap.dispatch.round_trip import RoundTrip
 from recompute.errors import ConfigError
 
 Copy = Callable[[Tensor, Tensor, int, int], None]
 """copy(source, target, programs, rounds): both uint8 of equal length."""
 
 
-class SmCopy:
+class SmCopy(RoundTrip):
     """A transport whose trips are copy kernels of `programs` thread blocks, each done `rounds` times.
 
     Raises:
@@ -36,25 +34,7 @@ class SmCopy:
         self._rounds = rounds
         self._copy = _load_copy()
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Copy the rows; the weights are few bytes and stay."""
-        return self._trip(tokens), probs
-
-    def dispatch_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None, None]:
-        """Copy the rows' gradient."""
-        tokens = grads[0]
-        return None if tokens is None else self._trip(tokens), grads[1], None
-
-    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
-        """Copy the rows."""
-        return self._trip(rows)
-
-    def combine_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, None]:
-        """Copy the gradient."""
-        rows = grads[0]
-        return None if rows is None else self._trip(rows), None
-
-    def copied(self, rows: Tensor) -> Tensor:
+    def round_trip(self, rows: Tensor) -> Tensor:
         """A copy of `rows` made by the kernel."""
         rows = rows.contiguous()
         result = torch.empty_like(rows)
@@ -62,25 +42,6 @@ class SmCopy:
             source, target = rows.flatten().view(torch.uint8), result.flatten().view(torch.uint8)
             self._copy(source, target, self._programs, self._rounds)
         return result
-
-    def _trip(self, rows: Tensor) -> Tensor:
-        result: Tensor = _Copied.apply(rows, self)  # type: ignore[no-untyped-call]  # torch's
-        return result
-
-
-class _Copied(torch.autograd.Function):
-    """The copy, differentiable: the gradient is copied too."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, transport: SmCopy) -> Tensor:
-        """Copy."""
-        ctx.transport = transport
-        return transport.copied(rows)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        """Copy."""
-        return ctx.transport.copied(gradients[0]), None
 
 
 def _load_copy() -> Copy:
