@@ -51,6 +51,7 @@ def _microbatch(
     run = partial(_run_stage, chunk, owner, precision)
     for stage in program.prologue:
         run(stage, values, None)
+        owner.effects += _effects(stage, values)
     # A copy: what the layers give goes to `values`, and a graph that holds its own results is never freed.
     outside = dict(values)
     layers = [_ProgramLayer(program, index, outside, run, owner) for index in program.layers]
@@ -66,7 +67,7 @@ def _microbatch(
         values.update(zip((name for layer in layers for name in layer.losses), losses, strict=True))
     for stage in program.epilogue:
         run(stage, values, None)
-        owner.effects += [(effect, detached(values[effect.value])) for effect in stage.effects]
+        owner.effects += _effects(stage, values)
     start_backward(program, owner, values)
 
 
@@ -121,13 +122,17 @@ class _ProgramLayer:
         values = {**self._feeds, self.source: hidden}
         for stage in self._stages:
             self._run(stage, values, None if pinned is None else tuple(pinned[name] for name in stage.pins))
-        effects = [(effect, detached(values[effect.value])) for stage in self._stages for effect in stage.effects]
+        effects = [item for stage in self._stages for item in _effects(stage, values)]
         return LayerResult(
             hidden=values[self.target],
             losses=tuple(values[name] for name in self.losses),
             pinned={name: values[name] for stage in self._stages for name in stage.pins},
             effects=partial(_note, self._owner, effects),
         )
+
+
+def _effects(stage: Stage, values: Mapping[str, Any]) -> list[tuple[Effect, Any]]:
+    return [(effect, detached(values[effect.value])) for effect in stage.effects]
 
 
 def _note(owner: MicrobatchState, effects: list[tuple[Effect, Any]]) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from overlap.check import check_stages
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
-from overlap.ir import Program, StageKey
+from overlap.ir import Program
 from overlap.lower import Plan
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, PlanRequest
 from recompute import state
@@ -243,6 +243,3 @@ def _rollback(program: Program, *, always: bool = False) -> Iterator[None]:
         if always or not done:
             for live, snapshot in buffers:
                 state.put(live, snapshot)
-
-
-__all__ = ["Losses", "StageKey", "apply_effects", "check_feeds", "forward_only", "step_plans", "train_step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from typing import Any
 
 import pytest
@@ -134,3 +135,44 @@ def test_a_step_leaves_no_tensor_behind(step: Any) -> None:
     finally:
         gc.enable()
     assert counts[0] == counts[1] == counts[2]
+
+
+class Counted(nn.Module):
+    """Effects before, inside and after the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.register_buffer("seen", torch.zeros(3))
+
+    def note(self, place: int, value: Tensor) -> None:
+        self.get_buffer("seen")[place] += value
+
+    def step(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.weight, torch.ones(())
+
+    def plain(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 1.0, torch.ones(())
+
+    def program(self) -> Program:
+        b = ProgramBuilder()
+        x = b.input("x", needs_grad=True)
+        notes = [[("one", partial(self.note, place))] for place in range(3)]
+        x, _ = b.compute("first", self.plain, x, outputs=("x0",), nondiff=("one",), effects=notes[0])
+        with b.layer(0):
+            x, _ = b.compute(
+                "mix", self.step, x, outputs=("x",), nondiff=("one",), effects=notes[1], parameters=(self.weight,)
+            )
+        y, _ = b.compute("last", self.plain, x, outputs=("y",), nondiff=("two",), effects=[("two", notes[2][0][1])])
+        (loss,) = b.compute("loss", torch.sum, y, outputs=("loss",))
+        b.loss(loss)
+        return b.build()
+
+
+@pytest.mark.parametrize("step", [contiguous_step, reference_step, train_step])
+def test_effects_count_wherever_the_stage_stands(step: Any) -> None:
+    """Row 12's kind: once per microbatch, also before the first layer."""
+    module = Counted()
+    chunk = ModelChunk(module, recompute=U(1), order="plain")
+    step(chunk, [{"x": torch.ones(3, requires_grad=True)} for _ in range(2)])
+    assert module.get_buffer("seen").tolist() == [2.0, 2.0, 2.0]
