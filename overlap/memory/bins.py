@@ -33,6 +33,8 @@ class Storage:
     nbytes: int
     born: Op
     """Operation of the slot that allocated it; `Op.CALL` outside any slot."""
+    stage: str = ""
+    """Name of that slot's stage, where it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,14 @@ class Usage:
     def as_json(self) -> dict[str, int]:
         """`peaks` by name, and `total`."""
         return self.peaks.as_json()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Highest:
+    """The highest live sum while one slot runs, its own temporaries included."""
+
+    slot: str
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

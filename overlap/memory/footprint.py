@@ -17,9 +17,11 @@ from overlap.engine import Engine, Feeds
 from overlap.ir import Op, Program
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
+from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind
 from overlap.memory.layout import Layout, fresh
+from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
@@ -47,28 +49,40 @@ def real_bytes(func: Callable[..., Any], args: Sequence[Any], storage: torch.Unt
     return storage.nbytes()
 
 
-def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (False, True)) -> Footprint:
+def take_footprint(
+    chunk: ModelChunk,
+    feeds: Feeds,
+    delayed: Iterable[bool] = (False, True),
+    *,
+    device: DeviceModel | None = None,
+    constants: bool = False,
+) -> Footprint:
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
     Args:
         chunk: From `fake_chunk`, inside its context. Its configs and order do not matter.
         feeds: One microbatch; only shapes and types are used.
         delayed: With which settings of `delay_wgrad` backward is examined.
+        device: Turns the work of each slot into time; None: no work is counted.
+        constants: Whether constants in graphs count, as they do for the CPU allocator.
 
     Raises:
         ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
             cannot be seen (anything but tensors, tuples, lists and dicts of them).
     """
     program = chunk.program
-    device = chunk.device.type
-    precision = capture_precision(device)
+    where = chunk.device.type
+    precision = capture_precision(where)
     facts: dict[bool, dict[Kind, Facts]] = {}
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(device), StorageTracker(real_bytes) as tracker:
+    log = SlotLog(device)
+    tracking = StorageTracker(real_bytes, log)
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
         for delay in delayed:
             # No generators: fake tensors are not drawn, and the live ones stay as they are.
             engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
-            dry = DrySlots(engine, tracker, dict(values), facts.setdefault(delay, {}))
+            found = facts.setdefault(delay, {})
+            dry = DrySlots(engine, tracker, dict(values), found, log=log, constants=constants)
             _run_slots(program, dry, delayed=delay)
         return Footprint(
             facts=facts,

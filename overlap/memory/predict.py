@@ -6,23 +6,36 @@ Nothing runs: a table maps what the engine would have there to storage ids, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
-from overlap.memory.bins import Border, Storage, Usage, sum_bins
-from overlap.memory.facts import OUTSIDE_REF, Facts, Footprint, Kind, Ref, Source, backward_kind, forward_kind
+from overlap.memory.bins import Border, Highest, Storage, Usage, sum_bins
+from overlap.memory.facts import Facts, Footprint, Kind, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
 from overlap.memory.held import Held, Ids
 from overlap.memory.layout import Layout
+from overlap.memory.refs import OUTSIDE_REF, Ref, Source
+from overlap.memory.trace import highest
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.step import StepPlan, step_plans
 
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot that was just walked."""
+
+    facts: Facts
+    env: Mapping[Ref, int]
+    copied: int
+    """Bytes of the snapshots taken before it."""
 
 
 class Walk:
@@ -42,8 +55,14 @@ class Walk:
         self._storages: dict[int, Storage] = {}
         self._held = [Held(self._feeds(*pair)) for pair in zip(footprints, gaps, strict=True)]
         # The step's own copies of in-place state, for the case that it fails; the same for all microbatches.
-        self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL)
+        self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL, "")
         self._curve: list[Border] = []
+        self._tops: list[Highest] = []
+
+    @property
+    def tops(self) -> tuple[Highest, ...]:
+        """The highest point inside every slot walked so far."""
+        return tuple(self._tops)
 
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
@@ -58,22 +77,27 @@ class Walk:
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         held.begun = True
+        self._forget()
+        start = sum(storage.nbytes for storage in self._storages.values())
         if issue.slot.op in _FORWARDS:
-            self._forward(issue, number)
+            slot = self._forward(issue, number)
         elif issue.slot.op is Op.BACKWARD:
-            self._backward(issue, number)
+            slot = self._backward(issue, number)
         else:
-            self._wgrad(issue, number)
-        self._end(slot_text(issue, number))
+            slot = self._wgrad(issue, number)
+        self._end(slot_text(issue, number), slot, start)
         for key in issue.frees:
             del held.values[key]
 
-    def _forward(self, issue: Issue, number: int) -> None:
+    def _forward(self, issue: Issue, number: int) -> _Slot:
         held = self._held[number]
         stage, kind = issue.stage, forward_kind(issue)
         facts = self._facts[number][kind]
+        copied = 0
         if issue.snapshots:
-            held.snapshots[stage.key] = self._new(self._footprints[number].snapshots[stage.key], issue.slot.op)
+            sizes = self._footprints[number].snapshots[stage.key]
+            held.snapshots[stage.key] = self._new(sizes, issue.slot.op, stage.name)
+            copied = sum(sizes)
         elif issue.slot.op is Op.REPLAY and stage.state:
             del held.snapshots[stage.key]
         env = {
@@ -88,8 +112,9 @@ class Walk:
         if issue.slot.op is not Op.REPLAY:
             held.outputs += [written[place] for place, _ in issue.collects]
             held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
+        return _Slot(facts, env, copied)
 
-    def _backward(self, issue: Issue, number: int) -> None:
+    def _backward(self, issue: Issue, number: int) -> _Slot:
         held, key = self._held[number], issue.stage.key
         kind, env = _by_adjoint(issue)
         if issue.stage.adjoint is None:
@@ -106,36 +131,50 @@ class Walk:
         if issue.delays:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
+        return _Slot(facts, env, 0)
 
-    def _wgrad(self, issue: Issue, number: int) -> None:
+    def _wgrad(self, issue: Issue, number: int) -> _Slot:
         held = self._held[number]
         kind, waiting, _ = held.pending.pop(issue.stage.key)
         facts = self._facts[number][backward_kind(issue, kind)]
         given = [held.grads.get(piece, ()) if piece is not None else () for piece in issue.gives]
         env = {**waiting, **_named(Source.GIVEN, given), **self._born(Source.WGRAD, facts, issue)}
         _give(issue, facts, env, held)
+        return _Slot(facts, env, 0)
 
     def _born(self, source: Source, facts: Facts, issue: Issue) -> dict[Ref, int]:
-        return {Ref(source, place): key for place, key in enumerate(self._new(facts.born, issue.slot.op))}
+        born = self._new(facts.born, issue.slot.op, issue.stage.name)
+        return {Ref(source, place): key for place, key in enumerate(born)}
 
     def _feeds(self, footprint: Footprint, gap: Gap) -> dict[str, Ids]:
         """The caller's own tensors are not counted, the step's copies are."""
         return {
-            name: self._new(sizes, Op.CALL) if name in gap.copied else (OUTSIDE,) * len(sizes)
+            name: self._new(sizes, Op.CALL, "") if name in gap.copied else (OUTSIDE,) * len(sizes)
             for name, sizes in footprint.feeds.items()
         }
 
-    def _new(self, sizes: Iterable[int], born: Op) -> Ids:
-        storages = {next(self._ids): Storage(size, born) for size in sizes}
+    def _new(self, sizes: Iterable[int], born: Op, stage: str) -> Ids:
+        storages = {next(self._ids): Storage(size, born, stage) for size in sizes}
         self._storages |= storages
         return tuple(storages)
 
-    def _end(self, slot: str) -> None:
-        """Note the border, and forget what no table holds."""
+    def _forget(self) -> None:
+        """Drop what no table holds."""
         alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
         self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
+
+    def _end(self, name: str, slot: _Slot, start: int) -> None:
+        """Note the border and the slot's highest point, and forget what no table holds."""
+        before = self._storages
+        self._forget()
+        frees = {
+            refs[-1]: before[key].nbytes
+            for key, refs in _deaths(slot).items()
+            if key in before and key not in self._storages
+        }
+        self._tops.append(Highest(slot=name, bytes=highest(slot.facts.trace, start + slot.copied, frees)))
         claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
-        self._curve.append(Border(slot=slot, bytes=sum_bins(self._storages, claims)))
+        self._curve.append(Border(slot=name, bytes=sum_bins(self._storages, claims)))
 
 
 def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
@@ -149,18 +188,31 @@ def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
     return Walk(footprints, gaps, delayed=chunk.delay_wgrad).run(step_plans(chunk, len(footprints)))
 
 
-def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Footprint]:
+def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants: bool = False) -> list[Footprint]:
     """The footprint of each microbatch; one dry run per different shape.
 
     Args:
         chunk: From `fake_chunk`, inside its context.
         microbatches: Only shapes and types are used.
+        constants: Whether constants in graphs count.
     """
     layouts = [Layout.of(dict(feeds)) for feeds in microbatches]
     found: list[Footprint] = []
     for number, feeds in enumerate(microbatches):
         first = layouts.index(layouts[number])
-        found.append(found[first] if first < number else take_footprint(chunk, feeds, (chunk.delay_wgrad,)))
+        if first < number:
+            found.append(found[first])
+        else:
+            found.append(take_footprint(chunk, feeds, (chunk.delay_wgrad,), constants=constants))
+    return found
+
+
+def _deaths(slot: _Slot) -> dict[int, list[Ref]]:
+    """Per storage, the names under which it dies in the slot, in order: with the last it is gone."""
+    found: dict[int, list[Ref]] = {}
+    for window in slot.facts.trace:
+        if window.dies is not None:
+            found.setdefault(slot.env[window.dies], []).append(window.dies)
     return found
 
 
