@@ -107,8 +107,8 @@ class Claims:
     pending: Collection[int]
 
 
-def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
-    """Bytes of each kind.
+def kinds_of(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[int, Bin]:
+    """The kind of each storage.
 
     Args:
         live: Every live storage, by id.
@@ -123,7 +123,12 @@ def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin,
         (Bin.SEGMENT_INPUTS, (claim.segment_inputs for claim in held)),
     )
     # Written weakest first, so that the strongest claim stays.
-    kinds = {key: kind for kind, sets in groups for keys in sets for key in keys}
+    return {key: kind for kind, sets in groups for keys in sets for key in keys}
+
+
+def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
+    """Bytes of each kind; arguments as `kinds_of` takes them."""
+    kinds = kinds_of(live, claims)
     totals = dict.fromkeys(Bin, 0)
     for key, storage in live.items():
         totals[kinds[key]] += storage.nbytes

@@ -7,6 +7,7 @@ what dies when the tables are dropped one after the other, says who holds what. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,6 +50,11 @@ def real_bytes(func: Callable[..., Any], args: Sequence[Any], storage: torch.Unt
     return storage.nbytes()
 
 
+def rounded_bytes(granule: int, func: Callable[..., Any], args: Sequence[Any], storage: torch.UntypedStorage) -> int:
+    """The same, rounded up to a multiple of `granule`."""
+    return -(-real_bytes(func, args, storage) // granule) * granule
+
+
 def take_footprint(
     chunk: ModelChunk,
     feeds: Feeds,
@@ -56,6 +62,7 @@ def take_footprint(
     *,
     device: DeviceModel | None = None,
     constants: bool = False,
+    granule: int = 1,
 ) -> Footprint:
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
@@ -65,6 +72,7 @@ def take_footprint(
         delayed: With which settings of `delay_wgrad` backward is examined.
         device: Turns the work of each slot into time; None: no work is counted.
         constants: Whether constants in graphs count, as they do for the CPU allocator.
+        granule: Bytes that the allocator rounds a request up to.
 
     Raises:
         ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
@@ -75,7 +83,7 @@ def take_footprint(
     precision = capture_precision(where)
     facts: dict[bool, dict[Kind, Facts]] = {}
     log = SlotLog(device)
-    tracking = StorageTracker(real_bytes, log)
+    tracking = StorageTracker(partial(rounded_bytes, granule), log)
     with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
         for delay in delayed:

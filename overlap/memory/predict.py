@@ -13,7 +13,7 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
-from overlap.memory.bins import Border, Highest, Storage, Usage, sum_bins
+from overlap.memory.bins import Border, Claims, Highest, Storage, Usage, sum_bins
 from overlap.memory.facts import Facts, Footprint, Kind, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
@@ -29,7 +29,7 @@ _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
 
 
 @dataclass(frozen=True, slots=True)
-class _Slot:
+class WalkedSlot:
     """A slot that was just walked."""
 
     facts: Facts
@@ -89,7 +89,7 @@ class Walk:
         for key in issue.frees:
             del held.values[key]
 
-    def _forward(self, issue: Issue, number: int) -> _Slot:
+    def _forward(self, issue: Issue, number: int) -> WalkedSlot:
         held = self._held[number]
         stage, kind = issue.stage, forward_kind(issue)
         facts = self._facts[number][kind]
@@ -112,9 +112,9 @@ class Walk:
         if issue.slot.op is not Op.REPLAY:
             held.outputs += [written[place] for place, _ in issue.collects]
             held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
-        return _Slot(facts, env, copied)
+        return WalkedSlot(facts, env, copied)
 
-    def _backward(self, issue: Issue, number: int) -> _Slot:
+    def _backward(self, issue: Issue, number: int) -> WalkedSlot:
         held, key = self._held[number], issue.stage.key
         kind, env = _by_adjoint(issue)
         if issue.stage.adjoint is None:
@@ -131,16 +131,16 @@ class Walk:
         if issue.delays:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
-        return _Slot(facts, env, 0)
+        return WalkedSlot(facts, env, 0)
 
-    def _wgrad(self, issue: Issue, number: int) -> _Slot:
+    def _wgrad(self, issue: Issue, number: int) -> WalkedSlot:
         held = self._held[number]
         kind, waiting, _ = held.pending.pop(issue.stage.key)
         facts = self._facts[number][backward_kind(issue, kind)]
         given = [held.grads.get(piece, ()) if piece is not None else () for piece in issue.gives]
         env = {**waiting, **_named(Source.GIVEN, given), **self._born(Source.WGRAD, facts, issue)}
         _give(issue, facts, env, held)
-        return _Slot(facts, env, 0)
+        return WalkedSlot(facts, env, 0)
 
     def _born(self, source: Source, facts: Facts, issue: Issue) -> dict[Ref, int]:
         born = self._new(facts.born, issue.slot.op, issue.stage.name)
@@ -163,7 +163,7 @@ class Walk:
         alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
         self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
 
-    def _end(self, name: str, slot: _Slot, start: int) -> None:
+    def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
         """Note the border and the slot's highest point, and forget what no table holds."""
         before = self._storages
         self._forget()
@@ -173,8 +173,10 @@ class Walk:
             if key in before and key not in self._storages
         }
         self._tops.append(Highest(slot=name, bytes=highest(slot.facts.trace, start + slot.copied, frees)))
-        claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
-        self._curve.append(Border(slot=name, bytes=sum_bins(self._storages, claims)))
+        self._curve.append(Border(slot=name, bytes=sum_bins(self._storages, self._claims())))
+
+    def _claims(self) -> list[Claims]:
+        return [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
 
 
 def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
@@ -207,7 +209,7 @@ def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants
     return found
 
 
-def _deaths(slot: _Slot) -> dict[int, list[Ref]]:
+def _deaths(slot: WalkedSlot) -> dict[int, list[Ref]]:
     """Per storage, the names under which it dies in the slot, in order: with the last it is gone."""
     found: dict[int, list[Ref]] = {}
     for window in slot.facts.trace:

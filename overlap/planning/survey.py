@@ -1,0 +1,77 @@
+"""Survey: the dry runs of a job: each distinct model chunk once, on fake tensors; and what its weights take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from overlap.chunk import ModelChunk
+from overlap.ir import Program
+from overlap.memory.device_model import DeviceModel
+from overlap.memory.facts import Footprint
+from overlap.memory.fake import fake_chunk
+from overlap.memory.footprint import take_footprint
+from overlap.model.experts import GroupedExperts
+from overlap.planning.bins import RankBin
+from overlap.planning.chunk_model import ChunkModel, feeds_of
+from overlap.planning.chunks import ChunkShape, chunk_shapes
+from overlap.planning.device_kernels import DeviceKernels, register_flops
+from overlap.planning.job import Job, Optimizer
+
+CUDA_BLOCK = 512
+"""Bytes that the caching allocator rounds a request up to. Beyond 1 MiB it may hand out up to 1 MiB more than asked,
+where a cached block's rest is not worth splitting off; that is not modelled."""
+_STATE = 8
+"""Bytes per parameter of AdamW's two float32 moments."""
+_MASTER = 4
+"""Bytes per parameter of the float32 master weight that a narrower parameter needs."""
+_WIDE = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SurveyedChunk:
+    """One distinct chunk."""
+
+    program: Program
+    footprint: Footprint
+    fixed: Mapping[RankBin, int]
+    """Bytes of its weights, gradients and optimizer state."""
+
+
+Survey = Mapping[ChunkShape, SurveyedChunk]
+
+
+def survey(job: Job, device: DeviceModel) -> Survey:
+    """Dry-run every distinct chunk of a job, with and without delayed weight gradients.
+
+    Raises:
+        ConfigError: The model cannot be surveyed.
+    """
+    register_flops()
+    return {shape: _chunk(job, shape, device) for shape in dict.fromkeys(chunk_shapes(job))}
+
+
+def _chunk(job: Job, shape: ChunkShape, device: DeviceModel) -> SurveyedChunk:
+    with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk, DeviceKernels():
+        footprint = take_footprint(chunk, feeds_of(job, shape), device=device, granule=CUDA_BLOCK)
+        return SurveyedChunk(program=chunk.program, footprint=footprint, fixed=_fixed(job, chunk.module))
+
+
+def _fixed(job: Job, module: nn.Module) -> dict[RankBin, int]:
+    """Bytes that stay: a rank's own experts are shared by dp/ep ranks, all else by dp."""
+    experts = {id(p) for m in module.modules() if isinstance(m, GroupedExperts) for p in m.parameters(recurse=False)}
+    bins = dict.fromkeys(RankBin, 0)
+    for parameter in module.parameters():
+        nbytes = _rounded(parameter.numel() * parameter.element_size())
+        bins[RankBin.WEIGHTS] += nbytes
+        bins[RankBin.GRADIENTS] += nbytes
+        share = job.dp // job.ep if id(parameter) in experts else job.dp
+        state = parameter.numel() * (_STATE + (_MASTER if parameter.element_size() < _WIDE else 0))
+        bins[RankBin.OPTIMIZER] += _rounded(-(-state // (share if job.optimizer is Optimizer.DISTRIBUTED else 1)))
+    return bins
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // CUDA_BLOCK) * CUDA_BLOCK
