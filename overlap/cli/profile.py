@@ -7,7 +7,9 @@ from functools import partial
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.job_options import add_job_options, refuse_job_options
 from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.oracle import add_oracle_options, refuse_rank, run_oracle
 from overlap.cli.report import console, num_bytes, print_json, table
 from overlap.memory.profile import Profile, profile_step
 
@@ -20,12 +22,18 @@ def add_parser(commands: Any) -> None:
         description="Run one step and count what is alive at every slot border, beside what the plan predicts.",
     )
     add_shared_options(parser)
+    add_oracle_options(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Profile and report; returns the exit status."""
     options = read_options(args)
+    if args.oracle:
+        return run_oracle(args, options)
+    refuse_job_options(args, "has no effect without --oracle")
+    refuse_rank(args)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
     if options.json:
         print_json({**result.as_json(), "config": describe(options)})

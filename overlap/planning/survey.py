@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
 from overlap.chunk import ModelChunk
-from overlap.ir import Program
+from overlap.ir import Program, StageKey
 from overlap.memory.device_model import DeviceModel
 from overlap.memory.facts import Footprint
 from overlap.memory.fake import fake_chunk
@@ -54,9 +55,40 @@ def survey(job: Job, device: DeviceModel) -> Survey:
 
 
 def _chunk(job: Job, shape: ChunkShape, device: DeviceModel) -> SurveyedChunk:
-    with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk, DeviceKernels():
-        footprint = take_footprint(chunk, feeds_of(job, shape), device=device, granule=CUDA_BLOCK)
-        return SurveyedChunk(program=chunk.program, footprint=footprint, fixed=_fixed(job, chunk.module))
+    few = distinct_layers(shape)
+    with fake_chunk(lambda: ModelChunk(ChunkModel(job, few))) as chunk, DeviceKernels():
+        footprint = take_footprint(chunk, feeds_of(job, few), device=device, granule=CUDA_BLOCK)
+    with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk:
+        every = spread(footprint, chunk.program, partial(stand_in, shape, few))
+        return SurveyedChunk(program=chunk.program, footprint=every, fixed=_fixed(job, chunk.module))
+
+
+def distinct_layers(shape: ChunkShape) -> ChunkShape:
+    """The chunk with one layer of each kind, and its last one beside them: that layer's readers are others."""
+    if shape.moe:
+        return replace(shape, dense=min(shape.dense, 1), moe=min(shape.moe, 2))
+    return replace(shape, dense=min(shape.dense, 2))
+
+
+def stand_in(shape: ChunkShape, few: ChunkShape, layer: int) -> int:
+    """The layer of `few` that behaves as a layer of the whole chunk."""
+    if layer >= shape.layers - 1:
+        return layer - shape.layers + few.layers
+    return 0 if layer < shape.dense else few.dense
+
+
+def spread(footprint: Footprint, program: Program, layer_of: Callable[[int], int]) -> Footprint:
+    """The footprint of a whole program from that of some of its layers."""
+    keys: dict[StageKey, list[StageKey]] = {}
+    for stage in program.stages:
+        source = None if stage.layer is None else layer_of(stage.layer)
+        keys.setdefault((source, stage.name), []).append(stage.key)
+    facts = {
+        delayed: {replace(kind, key=key): fact for kind, fact in found.items() for key in keys[kind.key]}
+        for delayed, found in footprint.facts.items()
+    }
+    snapshots = {key: sizes for source, sizes in footprint.snapshots.items() for key in keys[source]}
+    return Footprint(facts=facts, feeds=footprint.feeds, snapshots=snapshots)
 
 
 def _fixed(job: Job, module: nn.Module) -> dict[RankBin, int]:
