@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.groups import read_groups, run_groups
 from overlap.cli.job_options import describe_job, given_job_options, read_device, read_job
 from overlap.cli.options import Options, describe
 from overlap.cli.report import console, num_bytes, print_json, table
@@ -15,6 +17,7 @@ from overlap.planning.bins import RankBin
 from overlap.planning.evaluate import Evaluation, RankPeak, Setting
 from overlap.planning.explore import assumptions
 from overlap.planning.survey import survey
+from recompute.config import Method
 from recompute.errors import ConfigError
 from recompute.planner import Choice
 
@@ -31,27 +34,40 @@ def add_oracle_options(parser: argparse.ArgumentParser) -> None:
         help="the highest point of the step, in-slot temporaries included, against the CPU allocator's own events; with "
         "options of a job: of its ranks, nothing measured",
     )
+    group.add_argument("--groups", metavar="K,K", help="the peak under uniform for each of these group sizes")
+    group.add_argument("--out", metavar="DIR", help="folder for the picture of --groups")
     group.add_argument("--rank", type=int, metavar="N", help="one pipeline rank of a job (default: all, the fullest)")
 
 
-def refuse_rank(args: argparse.Namespace) -> None:
-    """Refuse a rank where there is no job.
+def refuse_oracle_options(args: argparse.Namespace) -> None:
+    """Refuse what has no effect without --oracle.
 
     Raises:
-        ConfigError: There is one.
+        ConfigError: Names the first such option.
     """
-    if args.rank is not None:
-        raise ConfigError(field="rank", value=args.rank, rule="has no effect without --oracle and a job, as --pp")
+    _refuse(args, ("rank", "groups", "out"), "has no effect without --oracle")
+
+
+def _refuse(args: argparse.Namespace, names: Iterable[str], rule: str) -> None:
+    for name in names:
+        if getattr(args, name) is not None:
+            raise ConfigError(field=name, value=getattr(args, name), rule=rule)
 
 
 def run_oracle(args: argparse.Namespace, options: Options) -> int:
     """Predict and report; exit status 1 if the measurement differs."""
     if given_job_options(args):
+        _refuse(args, ("groups", "out"), "has no effect for a job")
         return _job(args, options)
-    refuse_rank(args)
+    _refuse(args, ("rank",), "has no effect without a job, as --pp")
     if options.device != "cpu":
         rule = "the oracle is checked against the CPU allocator; for a GPU run benchmarks.memory.run --suite oracle"
         raise ConfigError(field="device", value=options.device, rule=rule)
+    if args.groups is not None:
+        if options.recompute.method is not None and options.recompute.method is not Method.UNIFORM:
+            raise ConfigError(field="method", value=args.method, rule="--groups is about uniform: leave it out")
+        return run_groups(options, read_groups(args.groups), args.out)
+    _refuse(args, ("out",), "has no effect without --groups")
     build, feeds = partial(build_chunk, options), random_microbatches(options, 0)
     predicted = predict_peak(build, feeds)
     measured = measure_peak(build(), feeds)

@@ -9,7 +9,7 @@ from typing import Any
 from overlap.cli.build import build_chunk, random_microbatches
 from overlap.cli.job_options import add_job_options, refuse_job_options
 from overlap.cli.options import add_shared_options, describe, read_options
-from overlap.cli.oracle import add_oracle_options, refuse_rank, run_oracle
+from overlap.cli.oracle import add_oracle_options, refuse_oracle_options, run_oracle
 from overlap.cli.report import console, num_bytes, print_json, table
 from overlap.memory.profile import Profile, profile_step
 
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     if args.oracle:
         return run_oracle(args, options)
     refuse_job_options(args, "has no effect without --oracle")
-    refuse_rank(args)
+    refuse_oracle_options(args)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
     if options.json:
         print_json({**result.as_json(), "config": describe(options)})
