@@ -50,7 +50,9 @@ def run_groups(options: Options, groups: tuple[int, ...], out: str | None) -> in
         print_json(payload)
     else:
         cells = [(row["group"], *(num_bytes(row[n]) for n in ("measured", "predicted", "formula"))) for row in rows]
-        console.print(table("Peak of a step, bytes", ("layers of a segment", "measured", "predicted", "formula"), cells))
+        console.print(
+            table("Peak of a step, bytes", ("layers of a segment", "measured", "predicted", "formula"), cells)
+        )
         for picture in pictures:
             console.print(f"picture: {picture}")
     return EQUAL if equal else DIFFERENT

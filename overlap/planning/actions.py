@@ -81,9 +81,7 @@ def _one_f_one_b(job: Job, rank: int) -> Iterator[Action]:
 
 
 def _by_class(kind: Any, job: Job, rank: int) -> Iterator[Action]:
-    described = SimpleNamespace(
-        pp_group_size=job.pp, _n_microbatches=job.microbatches, num_stages=job.stages
-    )
+    described = SimpleNamespace(pp_group_size=job.pp, _n_microbatches=job.microbatches, num_stages=job.stages)
     for action in _actions(kind._calculate_single_rank_operations(described, rank)):
         if max(action.forward[1], action.backward[1]) < job.microbatches:
             yield action

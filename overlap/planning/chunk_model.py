@@ -17,7 +17,6 @@ from overlap.ir import Program
 from overlap.model import Decoder, MoELayer
 from overlap.model.config import ModelConfig
 from overlap.model.layers import DecoderEntry, DenseLayer
-
 from overlap.model.weights import Weights
 from overlap.planning.chunks import ChunkShape
 from overlap.planning.fake_transport import LocalExperts, transport_of
@@ -134,5 +133,3 @@ def _give_up(grads: Sequence[Tensor | None], pinned: Sequence[Any]) -> tuple[Ten
     """The gradient goes to the rank before, and is let go."""
     (grad,) = grads
     return (None if grad is None else grad.new_zeros(()),)
-
-

@@ -1,7 +1,8 @@
-"""Device kernels: attention on fake tensors as an accelerator's fused kernel holds memory, whatever the head widths.
+"""Device kernels: attention and RMSNorm on fake tensors as an accelerator's fused kernels hold memory.
 
-Fake tensors lie on the CPU, where attention with values narrower than keys falls back to full score matrices; on a
-GPU one kernel serves: it keeps query, key, value, output and one float32 per row.
+Fake tensors lie on the CPU, where attention with values narrower than keys falls back to full score matrices, and where
+RMSNorm is composed of float32 operations. On a GPU one kernel serves: attention keeps query, key, value, output and one
+float32 per row, RMSNorm its input and one float32 per row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class DeviceKernels(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Put the device's kernel in place of attention."""
+        """Put the device's kernels in place of attention and RMSNorm."""
+        if func is F.rms_norm:
+            return apply(_RMSNorm, args[0], (kwargs or {})["weight"])
         if func is F.scaled_dot_product_attention:
             query, key, value = args
             return apply(_Attention, query, key, value)
@@ -45,6 +48,42 @@ class _Attention(torch.autograd.Function):
         query, key, value, out, sums = ctx.saved_tensors
         result: tuple[Tensor, Tensor, Tensor] = device_attention_backward(grad, query, key, value, out, sums)
         return result
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        result, sizes = device_rms_norm(x, weight)
+        ctx.save_for_backward(x, weight, sizes)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = device_rms_norm_backward(grad, *ctx.saved_tensors)
+        return result
+
+
+@torch.library.custom_op("overlap::device_rms_norm", mutates_args=())
+def device_rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The norm of x [..., C], and one float32 per row; on fake tensors only."""
+    raise NotImplementedError("a stand-in that has shapes only")
+
+
+@torch.library.custom_op("overlap::device_rms_norm_backward", mutates_args=())
+def device_rms_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Its gradients; on fake tensors only."""
+    raise NotImplementedError("a stand-in that has shapes only")
+
+
+@device_rms_norm.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@device_rms_norm_backward.register_fake
+def _(grad: Tensor, x: Tensor, weight: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), torch.empty_like(weight)
 
 
 @torch.library.custom_op("overlap::device_attention", mutates_args=())

@@ -137,7 +137,9 @@ class Evaluation:
         for action in setting.actions[number]:
             if action.backward != NOBODY:
                 waiting[action.backward[0]] -= 1
-            held = sum(self._waiting[s] * n for s, n in waiting.items()) + sum(self._done[s] * n for s, n in done.items())
+            held = sum(self._waiting[s] * n for s, n in waiting.items()) + sum(
+                self._done[s] * n for s, n in done.items()
+            )
             height = held + total(self._kind(self._shapes(action)).bytes)
             if height > best[0]:
                 best = (height, action.forward, action.backward, dict(waiting), dict(done))
