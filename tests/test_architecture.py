@@ -17,6 +17,8 @@ PURE = (
     *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
+    *(f"overlap.memory.{name}" for name in ("bins", "facts", "refs", "trace")),
+    "overlap.planning.bins",
 )
 OPTIONAL = ("transformer_engine", "deep_ep")
 MAX_FILE_LINES = 400

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from overlap.cli.options import Options
 from overlap.memory.device_model import DEVICES, DeviceModel
@@ -27,8 +28,8 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default 1)")
     group.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: as many as --ep)")
     group.add_argument("--virtual", type=int, metavar="N", help="model chunks of a pipeline rank")
-    group.add_argument("--schedule", metavar="NAME",
-                       help=f"{', '.join(PipelineSchedule)} (default {PipelineSchedule.DUALPIPEV} with --pp)")  # fmt: skip
+    default = f"default {PipelineSchedule.DUALPIPEV} with --pp"
+    group.add_argument("--schedule", metavar="NAME", help=f"{', '.join(PipelineSchedule)} ({default})")
     group.add_argument("--routing", metavar="NAME", help=f"rows that a rank receives: {', '.join(RoutingLoad)}")
     group.add_argument("--skew", type=float, metavar="X", help="received over sent rows, with --routing skewed")
     group.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(Optimizer)} (default distributed)")
@@ -65,8 +66,9 @@ def read_job(args: argparse.Namespace, options: Options) -> Job:
     seq = options.seq
     model = options.model
     if args.preset is not None:
-        model = replace(load_preset(args.preset), **dict(_changed(args, ModelConfig.__dataclass_fields__)))
-        seq = dict(_changed(args, ["seq"])).get("seq", PRESET_SEQ[args.preset])  # type: ignore[assignment]
+        overrides: Any = dict(_changed(args, ModelConfig.__dataclass_fields__))
+        model = replace(load_preset(args.preset), **overrides)
+        seq = dict(_changed(args, ["seq"])).get("seq", PRESET_SEQ[args.preset])
         model = replace(model, max_seq=max(seq, 1))
     for name in _TOKEN_FEEDS:
         if getattr(model, name):
@@ -109,7 +111,7 @@ def describe_job(job: Job) -> dict[str, object]:
     return {**plain, "model": model}
 
 
-def _changed(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[str, object]]:
+def _changed(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[str, Any]]:
     """Options that differ from their default."""
     for name in names:
         if name in vars(args) and getattr(args, name) != args.default_of(name):

@@ -31,8 +31,8 @@ def add_oracle_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--oracle",
         action="store_true",
-        help="the highest point of the step, in-slot temporaries included, against the CPU allocator's own events; with "
-        "options of a job: of its ranks, nothing measured",
+        help="the highest point of the step, in-slot temporaries included, against the CPU allocator's own events; "
+        "with options of a job: of its ranks, nothing measured",
     )
     group.add_argument("--groups", metavar="K,K", help="the peak under uniform for each of these group sizes")
     group.add_argument("--out", metavar="DIR", help="folder for the picture of --groups")

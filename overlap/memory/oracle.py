@@ -71,7 +71,7 @@ def allocator_peak(run: Callable[[], object]) -> int:
     """
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
-    results = profiler.profiler.kineto_results  # type: ignore[union-attr]  # made when the profiler stopped
+    results = profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]
     level = top = 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -61,7 +61,7 @@ def _one_f_one_b(job: Job, rank: int) -> Iterator[Action]:
     def backward_stage(step: int) -> int:
         return (job.virtual - 1 - ((step - warmup) // per_round) % job.virtual) * job.pp + rank
 
-    operations: Sequence[Any] = schedules._get_1f1b_rank_ops(
+    operations: Sequence[Any] = schedules._get_1f1b_rank_ops(  # type: ignore[no-untyped-call]  # torch's
         job.virtual, job.pp, warmup, total - warmup, warmup, rank, forward_stage, backward_stage
     )
     pending: Action | None = None

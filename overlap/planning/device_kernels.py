@@ -38,6 +38,7 @@ class DeviceKernels(TorchFunctionMode):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor
         out, sums = device_attention(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums)
         return out
@@ -53,6 +54,7 @@ class _Attention(torch.autograd.Function):
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        result: Tensor
         result, sizes = device_rms_norm(x, weight)
         ctx.save_for_backward(x, weight, sizes)
         return result
