@@ -32,6 +32,7 @@ def draw_frontier(decision: Decision, path: Path) -> None:
                 (6, 6 + 9 * (place % 2)), textcoords="offset points", fontsize=7,
             )  # fmt: skip
         axes.axvline(decision.budget / _GIB, color=_RED, linewidth=1, linestyle="--", label="budget")
+        axes.margins(x=0.16)
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter("{x:g}")
