@@ -22,6 +22,7 @@ from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind
 from overlap.memory.layout import Layout, fresh
+from overlap.memory.refs import Source
 from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
@@ -86,12 +87,15 @@ def take_footprint(
     tracking = StorageTracker(partial(rounded_bytes, granule), log)
     with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
+        layouts = dict(values)
         for delay in delayed:
             # No generators: fake tensors are not drawn, and the live ones stay as they are.
             engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
-            found = facts.setdefault(delay, {})
-            dry = DrySlots(engine, tracker, dict(values), found, log=log, constants=constants)
-            _run_slots(program, dry, delayed=delay)
+            # A first pass without a graph is the same for both settings.
+            bare = {kind: fact for found in facts.values() for kind, fact in found.items() if _is_bare(kind)}
+            facts[delay] = dict(bare)
+            dry = DrySlots(engine, tracker, layouts, facts[delay], log=log, constants=constants)
+            _run_slots(program, dry, delayed=delay, bare=not bare)
         return Footprint(
             facts=facts,
             feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
@@ -99,12 +103,16 @@ def take_footprint(
         )
 
 
-def _run_slots(program: Program, dry: DrySlots, *, delayed: bool) -> None:
-    """Every stage: forward without and with graph, first pass and replay; then backward of each graph."""
+def _is_bare(kind: Kind) -> bool:
+    return kind.source is Source.FORWARD and not kind.graph and not kind.pinned
+
+
+def _run_slots(program: Program, dry: DrySlots, *, delayed: bool, bare: bool) -> None:
+    """Every stage: forward without graph (if `bare`) and with it, first pass and replay; then backward of each graph."""
     keep = Side(program, (), program.trained())
     replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
     replays = {issue.stage.key: issue for issue in _issues(None, replay, delayed) if issue.slot.op is Op.REPLAY}
-    for issue in _issues(keep, None, delayed):
+    for issue in _issues(keep, None, delayed) if bare else ():
         dry.forward_without_graph(issue)
     for issue in _issues(keep, None, delayed):
         if issue.records:
