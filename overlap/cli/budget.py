@@ -43,11 +43,9 @@ def refuse_out(args: argparse.Namespace) -> None:
 def run_budget(args: argparse.Namespace, options: Options) -> int:
     """Predict, choose and report; exit status 0 if something fits, 1 if nothing does."""
     budget = parse_bytes(args.budget)
-    for name in ("num_layers", "replay", "delay_wgrad", "recompute_mtp"):
-        if getattr(args, name):
+    for name, given in (("method", options.recompute.enabled), ("delay_wgrad", args.delay_wgrad)):
+        if given:
             raise ConfigError(field=name, value=getattr(args, name), rule="the planner chooses it: leave it out")
-    if options.recompute.enabled:
-        raise ConfigError(field="method", value=args.method, rule="the planner chooses it: leave it out")
     job, device = read_job(args, options), read_device(args)
     begin = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())

@@ -18,9 +18,9 @@ from tests.memory.compare import block, decoder, none, tokens, uniform
 MICROBATCHES = 3
 RULES = (none, uniform(1), uniform(2), uniform(3), block(2), uniform(1, replay=Replay.HIDDEN))
 MODELS: dict[str, dict[str, object]] = {
-    "plain": {"layers": 4, "dense_layers": 1},
-    "mtp": {"layers": 2, "mtp": 1, "tied": True},
-    "mhc": {"layers": 2, "mhc": 4, "mhc_iterations": 2, "mtp": 1},
+    "plain": {"layers": 3, "dense_layers": 1},
+    "mtp": {"layers": 1, "mtp": 1, "tied": True},
+    "mhc": {"layers": 2, "mhc": 4, "mhc_iterations": 1},
 }
 DRAWS: dict[str, object] = {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 0.1, "attention": "gqa", "kv_rank": 16}
 

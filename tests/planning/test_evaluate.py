@@ -65,7 +65,7 @@ def test_segment_inputs_follow_the_schedule() -> None:
 
 
 def test_worst_routing_needs_more_than_balanced() -> None:
-    model = ModelConfig(layers=2, experts=8, topk=4, expert_width=256)
+    model = ModelConfig(layers=1, experts=8, topk=4, expert_width=256)
     peaks = {}
     for name, more in (("balanced", {}), ("skewed", {"skew": 1.5}), ("worst", {})):
         job = setting(model=model, ep=4, dp=4, seq=128, routing=name, **more)
