@@ -108,7 +108,7 @@ def _is_bare(kind: Kind) -> bool:
 
 
 def _run_slots(program: Program, dry: DrySlots, *, delayed: bool, bare: bool) -> None:
-    """Every stage: forward without graph (if `bare`) and with it, first pass and replay; then backward of each graph."""
+    """Every stage: forward without graph (if `bare`) and with it, first pass and replay; then each graph's backward."""
     keep = Side(program, (), program.trained())
     replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
     replays = {issue.stage.key: issue for issue in _issues(None, replay, delayed) if issue.slot.op is Op.REPLAY}

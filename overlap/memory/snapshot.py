@@ -39,7 +39,7 @@ class SlotSnapshot:
 
 
 def _no_tag(name: str) -> None:
-    """This torch cannot tag."""
+    """Nothing: an old torch cannot tag."""
 
 
 @contextmanager
