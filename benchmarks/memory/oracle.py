@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.memory.cases import MICROBATCHES, PROXIES, SEQ, Case, Path, memory_cases
+from benchmarks.memory.measure import Bench
 from overlap.chunk import ModelChunk
 from overlap.memory import (
     Bin,
@@ -28,7 +29,7 @@ from overlap.memory import (
 )
 from overlap.memory.facts import Footprint
 from overlap.memory.oracle import highest_of
-from overlap.model import Decoder
+from overlap.model import Decoder, ModelConfig
 from overlap.orders import get_order
 from overlap.planning.chunks import ChunkShape
 from overlap.planning.device_kernels import DeviceKernels, register_flops
@@ -71,11 +72,12 @@ class Oracle:
         shape = ChunkShape(dense=0, moe=self._config.layers, first=True, last=True)
         few = distinct_layers(shape)
         layers = partial(stand_in, shape, few)
-        self._footprints: dict[int, Footprint] = {}
         with fake_chunk(lambda: _chunk(self._config, few.layers)) as chunk, DeviceKernels():
             found = {granule: take_footprint(chunk, _feeds(), granule=granule) for granule in GRANULES}
         with fake_chunk(lambda: _chunk(self._config, shape.layers)) as chunk:
-            self._footprints = {granule: spread(one, chunk.program, layers) for granule, one in found.items()}
+            self._footprints: dict[int, Footprint] = {
+                granule: spread(one, chunk.program, layers) for granule, one in found.items()
+            }
             self._module = chunk.module
 
     def predict(self, case: Case) -> Predicted:
@@ -97,8 +99,6 @@ class Oracle:
 
 def oracle() -> list[dict[str, Any]]:
     """Predict and measure every overlapped case; needs a GPU."""
-    from benchmarks.memory.measure import Bench
-
     rows = []
     for proxy in PROXIES:
         predictions, bench = Oracle(proxy), Bench(proxy)
@@ -112,7 +112,7 @@ def oracle() -> list[dict[str, Any]]:
     return rows
 
 
-def _measure(bench: Any, case: Case) -> tuple[float, dict[str, float]]:
+def _measure(bench: Bench, case: Case) -> tuple[float, dict[str, float]]:
     """Highest allocated above what was there before the step, and the highest border of each kind; MiB."""
     step: Callable[[], None] = bench.step_of(case)
     step()
@@ -123,7 +123,7 @@ def _measure(bench: Any, case: Case) -> tuple[float, dict[str, float]]:
     torch.cuda.reset_peak_memory_stats()
     step()
     peak = (torch.cuda.max_memory_allocated() - before) / _MIB
-    chunk: ModelChunk = bench.chunk(case)
+    chunk = bench.chunk(case)
     with StorageTracker() as tracker:
         recorder = MemoryRecorder(tracker, gaps_of(chunk, MICROBATCHES))
         train_step(chunk, bench.feeds, observers=(recorder,))
@@ -153,7 +153,7 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['name']:60s} {figures}  ratio {row['peak_ratio']:.4f}  worst bin {worst:.2%} off"
 
 
-def _chunk(config: Any, layers: int) -> ModelChunk:
+def _chunk(config: ModelConfig, layers: int) -> ModelChunk:
     return ModelChunk(Decoder(replace(config, layers=layers), init=lambda model, seed: None))
 
 

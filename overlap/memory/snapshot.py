@@ -58,7 +58,7 @@ def record_snapshot(path: Path, entries: int = 1_000_000) -> Iterator[SlotSnapsh
     tag: Tag = vars(torch.cuda.memory).get("_set_memory_metadata", _no_tag)
     try:
         yield SlotSnapshot(tag)
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]  # torch's
     finally:
         tag("")
         torch.cuda.memory._record_memory_history(enabled=None)

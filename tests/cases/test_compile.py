@@ -72,8 +72,9 @@ def test_ambient_hooks() -> None:
     expected = run(chunk, feeds)
     with torch.autograd.graph.save_on_cpu():
         assert different(expected, run(chunk, feeds)) == []
-    watcher, packed = Watcher(), defaultdict(int)
-    unpacked = []
+    watcher = Watcher()
+    packed: dict[Any, int] = defaultdict(int)
+    unpacked: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
         packed[watcher.slot and (watcher.slot[0], watcher.slot[2])] += 1
@@ -94,7 +95,9 @@ def test_stack_offloader() -> None:
     """Row 73: an offloader that pushes what a layer saves and pops it in backward ends empty, and changes nothing."""
     chunk, feeds = make_chunk(U(1), layers=2), make_feeds(3)
     expected = run(chunk, feeds)
-    watcher, stacks, order = Watcher(), defaultdict(list), []
+    watcher = Watcher()
+    stacks: dict[Any, list[Any]] = defaultdict(list)
+    order: list[Any] = []
 
     def push(tensor: Tensor) -> tuple[Any, int]:
         group = watcher.slot and (watcher.slot[1], watcher.slot[2], watcher.slot[3])
@@ -105,7 +108,8 @@ def test_stack_offloader() -> None:
         group, place = handle
         if not order or order[-1] != group:
             order.append(group)
-        tensor, stacks[group][place] = stacks[group][place], None
+        tensor: Tensor = stacks[group][place]
+        stacks[group][place] = None
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(push, pop):

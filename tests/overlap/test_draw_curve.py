@@ -19,7 +19,8 @@ CURVE = Usage(
 def test_page(tmp_path) -> None:
     write_curve_html(CURVE, tmp_path / "curve.html", "a step")
     page = (tmp_path / "curve.html").read_text()
-    data = json.loads(re.search(r"const data = (.*);", page)[1])
+    (text,) = re.findall(r"const data = (.*);", page)
+    data = json.loads(text)
     assert data["slots"] == [border.slot for border in CURVE.curve]
     assert [kind["label"] for kind in data["kinds"]] == ["live segment", "eager graphs, temporaries, gradients"]
     assert data["bytes"] == [[7, 7, 7], [0, 100, 200]]

@@ -11,11 +11,15 @@ from overlap.memory import fake_chunk, take_footprint
 from overlap.model import ModelConfig
 from overlap.planning.bins import RankBin
 from overlap.planning.chunk_model import ChunkModel, feeds_of
-from overlap.planning.chunks import chunk_shapes
+from overlap.planning.chunks import ChunkShape, chunk_shapes
 from overlap.planning.device_kernels import DeviceKernels
 from overlap.planning.job import Job
 from overlap.planning.survey import CUDA_BLOCK, distinct_layers, spread, stand_in, survey
 from tests.planning.tools import DEVICE
+
+
+def build(job: Job, shape: ChunkShape) -> ModelChunk:
+    return ModelChunk(ChunkModel(job, shape))
 
 
 def test_few_layers_stand_for_all() -> None:
@@ -25,7 +29,7 @@ def test_few_layers_stand_for_all() -> None:
     assert (few.layers, shape.layers) == (3, 4)
     found = {}
     for name in (shape, few):
-        with fake_chunk(lambda name=name: ModelChunk(ChunkModel(job, name))) as chunk, DeviceKernels():
+        with fake_chunk(partial(build, job, name)) as chunk, DeviceKernels():
             found[name] = take_footprint(chunk, feeds_of(job, name), (False,)), chunk.program
     whole, program = found[shape]
     assert spread(found[few][0], program, partial(stand_in, shape, few)).facts == whole.facts
