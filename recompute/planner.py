@@ -79,6 +79,7 @@ def choices(layers: int, *, mtp: bool) -> tuple[Choice, ...]:
 
 
 def _configs(layers: int, mtp: bool) -> Iterator[RecomputeConfig]:
+    """Every config; a further kind of recompute adds its settings here."""
     yield RecomputeConfig.none()
     for replay in Replay:
         for count in _counts(layers):

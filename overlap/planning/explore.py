@@ -56,7 +56,7 @@ def assumptions(setting: Setting) -> tuple[str, ...]:
         "Gradients have the weights' type; AdamW keeps two float32 moments, and float32 master weights of narrower "
         f"ones, {'sharded over the ranks that share a weight' if job.optimizer == 'distributed' else 'all of it'}.",
         f"Allocations are rounded up to 512 bytes; fragmentation and communication libraries are not counted, "
-        f"{device.workspace // 2**20} MiB are set aside for the matrix library.",
+        f"{device.workspace // 2**20} MiB are set aside for workspaces.",
         f"Times: {device.name}, {device.matmul_share:.0%} of {device.tensor_gflops / 1e3:.0f} TFLOP/s, "
         f"{device.memory_share:.0%} of {device.memory_gbytes:.0f} GB/s, all-to-all at {device.network_share:.0%} of "
         f"{device.network_gbytes:.0f} GB/s a rank, none of it within a host; the optimizer's step is left out.",
