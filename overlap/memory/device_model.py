@@ -34,8 +34,9 @@ class DeviceModel:
     kernel_microseconds: float = 3.0
     """Least time of a kernel."""
     workspace: int = 81 * 2**20
-    """Bytes that stay allocated beside tensors: workspaces, and parts of blocks that were not split. On one H200 the peaks
-    of the memory benchmark exceed what tensors hold by 81 MiB (proxy-8) and 92 MiB (proxy-16), whatever the rule."""
+    """Bytes that stay allocated beside tensors: workspaces, and parts of blocks that were not split. On one H200 the
+    peaks of the memory benchmark exceed what tensors hold by 81 MiB (proxy-8) and 92 MiB (proxy-16), whatever the rule.
+    """
 
     def milliseconds(self, flops: float, traffic: float, dtype: torch.dtype) -> float:
         """Of one kernel: the longer of arithmetic and memory traffic."""
