@@ -11,7 +11,6 @@ from collections import defaultdict
 from dataclasses import replace
 
 import torch
-from torch.autograd import DeviceType
 from torch.nn.attention import sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
@@ -59,7 +58,7 @@ def _profile(bench: Bench, case: Case) -> dict[str, tuple[float, int]]:
         step()
         torch.cuda.synchronize()
     for event in prof.events():
-        if event.device_type is not DeviceType.CUDA:
+        if event.device_type.name != "CUDA":
             continue
         for name in (event.name, *(() if event.name.startswith("Mem") else ("kernels",))):
             time, count = found[name]
