@@ -7,6 +7,7 @@ import torch
 
 from overlap import train_step
 from overlap.model import ModelConfig
+from overlap.model.router import Router
 from tests.gpu.test_verify import RULES, SHAPE, VARIANTS, batches, make_chunk
 
 pytestmark = pytest.mark.gpu
@@ -39,7 +40,7 @@ def test_control_a_stage_that_looks_at_data_is_caught():
     chunk = make_chunk(config, RULES["uniform1"], "multi_queue", loopback=True, delay=False)
     (data,) = batches(config, steps=1)
     train_step(chunk, data)
-    router = chunk.module.layers[0].router
+    router = next(module for module in chunk.modules() if isinstance(module, Router))
     choose = router.select
 
     def looks(scores, k):
