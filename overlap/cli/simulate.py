@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
-from overlap.cli.pipeline_options import (
+from overlap.cli.pipeline_model_options import (
     Pipeline,
     add_pipeline_options,
     default_layers,
@@ -15,7 +15,7 @@ from overlap.cli.pipeline_options import (
     read_pipeline,
     simulate_pipeline,
 )
-from overlap.cli.pipeline_report import show_pipeline
+from overlap.cli.pipeline_model_report import show_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.orders import format_order
 from overlap.search import Found, search
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("write", "seed", "for_queues"):
         if getattr(args, name) is not None and not args.search:
             raise ConfigError(field=name, value=getattr(args, name), rule="has no effect without --search")
-    pipeline = read_pipeline(args, len(modelled.system.kinds))
+    pipeline = read_pipeline(args, modelled)
     if pipeline is not None:
         return _run_pipeline(args, modelled, pipeline)
     payload = _report(modelled)

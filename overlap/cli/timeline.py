@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
-from overlap.cli.pipeline_options import (
+from overlap.cli.pipeline_model_options import (
     Pipeline,
     add_pipeline_options,
     default_layers,
@@ -16,7 +16,7 @@ from overlap.cli.pipeline_options import (
     read_pipeline,
     simulate_pipeline,
 )
-from overlap.cli.pipeline_report import show_pipeline, write_pipeline
+from overlap.cli.pipeline_model_report import show_pipeline, write_pipeline
 from overlap.cli.report import console, print_json
 from overlap.draw_timeline import draw_timelines
 from overlap.recordings import load_recording
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, write, draw; returns the exit status."""
     modelled = read_modelled(args, default_layers(args))
-    pipeline = read_pipeline(args, len(modelled.system.kinds))
+    pipeline = read_pipeline(args, modelled)
     if pipeline is not None:
         return _run_pipeline(args, modelled, pipeline)
     recorded = () if args.recorded is None else load_recording("recorded", args.recorded)

@@ -131,12 +131,15 @@ def unpaired(steps: Sequence[Step]) -> tuple[Step, ...]:
     return tuple((action,) for step in steps for action in step)
 
 
-def gpipe(ranks: int, microbatches: int) -> list[list[Action]]:
-    """All forwards, then all backwards."""
-    return [
-        [Action(rank, work, number) for work in (Work.FORWARD, Work.BACKWARD) for number in range(microbatches)]
-        for rank in range(ranks)
-    ]
+def gpipe(ranks: int, chunks: int, microbatches: int) -> list[list[Action]]:
+    """All forwards, stage after stage, then all backwards, last stage first."""
+    found: list[list[Action]] = []
+    for rank in range(ranks):
+        stages = [chunk * ranks + rank for chunk in range(chunks)]
+        forward = [Action(stage, Work.FORWARD, number) for stage in stages for number in range(microbatches)]
+        backward = [Action(s, Work.BACKWARD, number) for s in reversed(stages) for number in range(microbatches)]
+        found.append(forward + backward)
+    return found
 
 
 def one_f_one_b(ranks: int, microbatches: int) -> list[list[Action]]:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from overlap.ir import Op
 from overlap.lower import Issue, Plan
 from overlap.pipeline_model.actions import Step, Work
+from overlap.pipeline_model.layout import is_empty
 from overlap.pipeline_model.run import StepTime
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.simulate import exposure, simulate
@@ -52,7 +53,10 @@ class ChunkTimes:
         return self._known[key]
 
     def _time(self, step: Step) -> StepTime:
-        chunks = {action.work: self._chunks[action.stage] for action in step}
+        stages = [(action.work, self._chunks[action.stage]) for action in step]
+        chunks = {work: chunk for work, chunk in stages if not is_empty(chunk)}
+        if not chunks:
+            return StepTime(milliseconds=0.0, ready=(0.0,) * len(step))
         forward, backward = chunks.get(Work.FORWARD), chunks.get(Work.BACKWARD)
         if forward is not None or backward is not None:
             return self._measure(step, plan_chunks(forward, backward))

@@ -21,18 +21,16 @@ def even_layout(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def cut(system: System, layout: Sequence[int]) -> tuple[System, ...]:
-    """The chunk of each virtual stage; equal chunks are one and the same object.
+    """The chunk of each virtual stage, of which some may be empty; equal chunks are one and the same object.
 
     The recompute rule applies to each chunk by itself (R1).
 
     Raises:
-        ConfigError: The layout has an empty stage, or another number of layers than the model.
+        ConfigError: The layout has another number of layers than the model.
     """
-    if min(layout) < 1:
-        raise ConfigError(field="layout", value=tuple(layout), rule="must give every virtual stage at least one layer")
     if sum(layout) != len(system.kinds):
         rule = f"must add up to the model's layers: {len(system.kinds)}"
-        raise ConfigError(field="layout", value=tuple(layout), rule=rule)
+        raise ConfigError(field="pp_layout", value=tuple(layout), rule=rule)
     chunks: list[System] = []
     known: dict[tuple[tuple[str, ...], bool, bool], System] = {}
     begin = 0
@@ -43,6 +41,11 @@ def cut(system: System, layout: Sequence[int]) -> tuple[System, ...]:
         chunks.append(known[kinds, first, last])
         begin += layers
     return tuple(chunks)
+
+
+def is_empty(chunk: System) -> bool:
+    """Whether a virtual stage only hands on what it gets."""
+    return not (chunk.kinds or chunk.first or chunk.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +85,8 @@ def holds_of(chunk: System, *, defer_wgrad: bool) -> ChunkHolds:
         defer_wgrad: Whether weight gradients of recomputed layers are deferred past their own backward too: their
             activations then stay until W.
     """
+    if is_empty(chunk):
+        return ChunkHolds(gap=Held(), replayed=Held(), pending=Held())
     segments = [len(segment.layers) for segment in chunk.side.segments]
     eager = len(chunk.kinds) - sum(segments)
     # A hidden replay runs beside the backward of the segment after it: two are alive.

@@ -27,7 +27,7 @@ PAIRED = ("interleaved", "dualpipev")
 """Schedules in which forwards and backwards overlap."""
 SPLIT = ("dualpipev", "zbv")
 """Schedules in which some backwards are split into I and W."""
-_CHUNKS = {"dualpipev": 2, "zbv": 2, "1f1b": 1, "gpipe": 1}
+_CHUNKS = {"dualpipev": 2, "zbv": 2, "1f1b": 1}
 
 
 def make_schedule(name: str, ranks: int, chunks: int, microbatches: int, *, pairs: bool = True) -> PipelineSchedule:
@@ -49,7 +49,7 @@ def make_schedule(name: str, ranks: int, chunks: int, microbatches: int, *, pair
         "dualpipev": lambda: _v_shaped("ScheduleDualPipeV", ranks, microbatches, pairs),
         "zbv": lambda: _v_shaped("ScheduleZBVZeroBubble", ranks, microbatches, pairs),
         "1f1b": lambda: [[(action,) for action in actions] for actions in one_f_one_b(ranks, microbatches)],
-        "gpipe": lambda: [[(action,) for action in actions] for actions in gpipe(ranks, microbatches)],
+        "gpipe": lambda: [[(action,) for action in actions] for actions in gpipe(ranks, chunks, microbatches)],
     }
     return PipelineSchedule(
         name=name if pairs or name not in PAIRED else f"{name}, no pairs",

@@ -33,7 +33,8 @@ def test_pairs_come_apart_again() -> None:
 
 
 def test_gpipe_and_one_f_one_b() -> None:
-    assert texts(gpipe(2, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert texts(gpipe(2, 1, 2)) == ["0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1"]
+    assert texts(gpipe(2, 2, 1)) == ["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]
     assert texts(one_f_one_b(3, 3)) == [
         "0F0 0F1 0F2 0B0 0B1 0B2",
         "1F0 1F1 1B0 1F2 1B1 1B2",

@@ -94,6 +94,13 @@ def test_equal_steps_are_simulated_once(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(calls) == 2
 
 
+def test_an_empty_stage_takes_no_time() -> None:
+    made = ChunkTimes(cut(system(2, none()), (1, 0, 1)), 1)
+    assert of(made, "1F0") == StepTime(milliseconds=0, ready=(0,))
+    assert of(made, "0F1;1B0").milliseconds == of(made, "0F1").milliseconds
+    assert of(made, "1F1;0B0").milliseconds == of(made, "0B0").milliseconds
+
+
 def test_costs_of_the_chunks_count() -> None:
     chunks = cut(replace(system(3, none()), costs=H200.scaled_transfers(2)), (1, 1, 1))
     assert of(ChunkTimes(chunks, 1), "1F0").exposed_a2a == pytest.approx(4 * 0.63)

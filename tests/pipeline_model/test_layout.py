@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from overlap.pipeline_model.layout import Held, cut, even_layout, holds_of
+from overlap.pipeline_model.layout import Held, cut, even_layout, holds_of, is_empty
 from recompute import ConfigError, RecomputeConfig, Replay
 from tests.pipeline_model.tools import system
 
@@ -28,10 +28,17 @@ def test_equal_chunks_are_one_object() -> None:
     assert [len(chunk.program.layers) for chunk in chunks] == [2, 2, 2, 1, 2]
 
 
-@pytest.mark.parametrize(("layout", "rule"), [((2, 0), "at least one layer"), ((2, 2), "model's layers: 3")])
-def test_layouts_that_do_not_fit(layout: tuple[int, ...], rule: str) -> None:
-    with pytest.raises(ConfigError, match=f"layout=.*{rule}"):
-        cut(system(3, none()), layout)
+def test_layouts_that_do_not_fit() -> None:
+    with pytest.raises(ConfigError, match=r"pp_layout=\(2, 2\): must add up to the model's layers: 3"):
+        cut(system(3, none()), (2, 2))
+
+
+def test_a_stage_may_be_empty() -> None:
+    chunks = cut(system(2, uniform(1)), (0, 0, 2, 0))
+    assert [is_empty(chunk) for chunk in chunks] == [False, True, False, False]
+    assert [holds_of(chunk, defer_wgrad=True).gap for chunk in chunks] == [
+        Held(), Held(), Held(segment_inputs=2), Held(),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ class Pipeline:
     pairs: bool
     layout: tuple[int, ...]
     p2p: float
-    defer_wgrad: bool
+    pin_activations: bool
     input_mib: float
     activation_mib: float
 
@@ -50,54 +50,69 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--vpp", type=int, metavar="V", help="virtual stages of a rank (default as the schedule needs)")
     group.add_argument("--schedule", help=f"{', '.join(SCHEDULES)} (default interleaved)")
     group.add_argument("--no-pairs", action="store_true", help="no forward overlaps with a backward")
-    group.add_argument("--layout", metavar="N,N,...", help="layers of each virtual stage (default as even as it goes)")
+    group.add_argument(
+        "--pp-layout", metavar="N,N,...", help="layers of each virtual stage, 0 for an empty one (default: even)"
+    )
     group.add_argument("--p2p-ms", type=float, metavar="MS",
                        help=f"one transfer between ranks (default {DEFAULT_P2P})")  # fmt: skip
-    group.add_argument("--defer-wgrad", action="store_true",
-                       help="W of a split backward holds the weight gradients of recomputed layers too")  # fmt: skip
+    group.add_argument("--pin-activations", action="store_true",
+                       help="put off weight gradients of recomputed layers too, where the schedule does")  # fmt: skip
     group.add_argument("--input-mib", type=float, metavar="MIB", help="a segment's input, for peaks in bytes")
     group.add_argument("--activation-mib", type=float, metavar="MIB", help="what one layer's backward needs")
 
 
-def read_pipeline(args: argparse.Namespace, layers: int) -> Pipeline | None:
+def read_pipeline(args: argparse.Namespace, modelled: Modelled) -> Pipeline | None:
     """Check the options; None without --pp.
 
     Args:
         args: Parsed words.
-        layers: Layers of the model.
+        modelled: The model and its order.
 
     Raises:
         ConfigError: Names what is wrong.
     """
     if args.pp is None:
-        for name in ("vpp", "schedule", "no_pairs", "layout", "p2p_ms", "defer_wgrad", "input_mib", "activation_mib"):
+        for name in (
+            "vpp",
+            "schedule",
+            "no_pairs",
+            "pp_layout",
+            "p2p_ms",
+            "pin_activations",
+            "input_mib",
+            "activation_mib",
+        ):
             value = getattr(args, name)
             if value is not None and value is not False:
                 raise ConfigError(field=name, value=value, rule="has no effect without --pp")
         return None
     schedule = "interleaved" if args.schedule is None else args.schedule
-    for name, schedules in (("no_pairs", PAIRED), ("defer_wgrad", SPLIT)):
+    for name, schedules in (("no_pairs", PAIRED), ("pin_activations", SPLIT)):
         if getattr(args, name) and schedule not in schedules:
             raise ConfigError(field=name, value=True, rule=f"has no effect with schedule {schedule}")
+    if args.pin_activations and not modelled.system.recompute.enabled:
+        raise ConfigError(field="pin_activations", value=True, rule="has no effect where nothing is recomputed")
     for name in ("input_mib", "activation_mib"):
         if getattr(args, name) is not None and not 0 <= getattr(args, name) < float("inf"):
             raise ConfigError(field=name, value=getattr(args, name), rule="must be a number of at least 0")
     chunks = _chunks(args)
+    stages = args.pp * chunks
+    layers = len(modelled.system.kinds)
     return Pipeline(
         ranks=args.pp,
         chunks=chunks,
         schedule=schedule,
         pairs=not args.no_pairs,
-        layout=even_layout(layers, args.pp * chunks) if args.layout is None else _layout(args.layout, args.pp * chunks),
+        layout=even_layout(layers, stages) if args.pp_layout is None else _layout(args.pp_layout, stages),
         p2p=DEFAULT_P2P if args.p2p_ms is None else args.p2p_ms,
-        defer_wgrad=args.defer_wgrad,
+        pin_activations=args.pin_activations,
         input_mib=args.input_mib or 0.0,
         activation_mib=args.activation_mib or 0.0,
     )
 
 
 def default_layers(args: argparse.Namespace) -> int:
-    """Layers of the model where --layers is left out: what --layout says, or two per virtual stage.
+    """Layers of the model where --layers is left out: what --pp-layout says, or two per virtual stage.
 
     Raises:
         ConfigError: No ranks, no stages, or a layout that is none.
@@ -108,7 +123,7 @@ def default_layers(args: argparse.Namespace) -> int:
         if value < least:
             raise ConfigError(field=name, value=value, rule=f"must be at least {least}")
     stages = args.pp * _chunks(args)
-    return 2 * stages if args.layout is None else sum(_layout(args.layout, stages))
+    return 2 * stages if args.pp_layout is None else sum(_layout(args.pp_layout, stages))
 
 
 def _chunks(args: argparse.Namespace) -> int:
@@ -122,7 +137,7 @@ def _chunks(args: argparse.Namespace) -> int:
 def _layout(text: str, stages: int) -> tuple[int, ...]:
     words = text.split(",")
     if len(words) != stages or not all(word.strip().isdecimal() for word in words):
-        raise ConfigError(field="layout", value=text, rule=f"must be {stages} numbers of layers with commas between")
+        raise ConfigError(field="pp_layout", value=text, rule=f"must be {stages} numbers of layers with commas between")
     return tuple(map(int, words))
 
 
@@ -136,8 +151,8 @@ def simulate_pipeline(modelled: Modelled, pipeline: Pipeline) -> Simulated:
         pipeline.schedule, pipeline.ranks, pipeline.chunks, modelled.microbatches, pairs=pipeline.pairs
     )
     chunks = cut(modelled.system, pipeline.layout)
-    times = ChunkTimes(chunks, modelled.queues, defer_wgrad=pipeline.defer_wgrad)
-    held = {id(chunk): holds_of(chunk, defer_wgrad=pipeline.defer_wgrad) for chunk in chunks}
+    times = ChunkTimes(chunks, modelled.queues, defer_wgrad=pipeline.pin_activations)
+    held = {id(chunk): holds_of(chunk, defer_wgrad=pipeline.pin_activations) for chunk in chunks}
     return Simulated(
         run=run_pipeline(schedule, times, pipeline.p2p),
         peaks=peaks(
@@ -164,9 +179,9 @@ def pipeline_payload(modelled: Modelled, pipeline: Pipeline, simulated: Simulate
             "pp": pipeline.ranks,
             "vpp": pipeline.chunks,
             "schedule": run.schedule.name,
-            "layout": list(pipeline.layout),
+            "pp_layout": list(pipeline.layout),
             "p2p_ms": pipeline.p2p,
-            "defer_wgrad": pipeline.defer_wgrad,
+            "pin_activations": pipeline.pin_activations,
         },
     }
 

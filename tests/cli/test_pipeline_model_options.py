@@ -29,7 +29,7 @@ def test_contract(capsys: Capsys) -> None:
     assert len(payload["per_rank"]) == 2
     for rank in payload["per_rank"]:
         assert rank["working"] + rank["exposed_p2p"] + rank["bubble"] == pytest.approx(payload["milliseconds"])
-    assert payload["config"]["layout"] == [2, 2, 2, 2]
+    assert payload["config"]["pp_layout"] == [2, 2, 2, 2]
     assert payload["config"]["layers"] == 8
     assert payload["config"]["schedule"] == "interleaved"
     assert payload["peak_inflight"] == 6
@@ -38,11 +38,11 @@ def test_contract(capsys: Capsys) -> None:
 @pytest.mark.parametrize(
     ("words", "stages"),
     [("--schedule dualpipev", 4), ("--schedule zbv", 4), ("--schedule 1f1b", 2), ("--schedule gpipe", 2),
-     ("--vpp 3", 6), ("--no-pairs", 4), ("--schedule zbv --defer-wgrad", 4)],
+     ("--vpp 3", 6), ("--schedule gpipe --vpp 2", 4), ("--no-pairs", 4), ("--schedule zbv --pin-activations", 4)],
 )  # fmt: skip
 def test_every_schedule(words: str, stages: int, capsys: Capsys) -> None:
     payload = simulated(capsys, f"--pp 2 --microbatches 4 {words}")
-    assert payload["config"]["layout"] == [2] * stages
+    assert payload["config"]["pp_layout"] == [2] * stages
     assert 0 < payload["bubble_share"] < 1
 
 
@@ -59,7 +59,7 @@ def test_recompute_shows_in_what_is_held(capsys: Capsys) -> None:
         simulated(capsys, f"{words} {more}")["per_rank"][0]["peak_bytes"] // 2**20
         for more in (
             "--method none --schedule zbv", "--replay just_in_time --schedule zbv",
-            "--replay just_in_time --schedule zbv --defer-wgrad",
+            "--replay just_in_time --schedule zbv --pin-activations",
         )
     )  # fmt: skip
     assert none == 4 * 2 * 480, "four microbatches of two layers each"
@@ -79,9 +79,11 @@ def test_sixty_four_ranks(capsys: Capsys) -> None:
 
 def test_layouts(capsys: Capsys) -> None:
     words = "--pp 2 --microbatches 4"
-    assert simulated(capsys, f"{words} --layers 7")["config"]["layout"] == [2, 2, 2, 1]
-    payload = simulated(capsys, f"{words} --layout 1,3,2,1")
-    assert (payload["config"]["layout"], payload["config"]["layers"]) == ([1, 3, 2, 1], 7)
+    assert simulated(capsys, f"{words} --layers 7")["config"]["pp_layout"] == [2, 2, 2, 1]
+    payload = simulated(capsys, f"{words} --pp-layout 1,3,2,1")
+    assert (payload["config"]["pp_layout"], payload["config"]["layers"]) == ([1, 3, 2, 1], 7)
+    empty = simulated(capsys, f"{words} --pp-layout 0,4,0,0")["per_rank"]
+    assert empty[0]["working"] < empty[1]["working"]
 
 
 def test_files(tmp_path: Path, capsys: Capsys) -> None:
@@ -106,20 +108,20 @@ def test_tables_for_people(tmp_path: Path, capsys: Capsys) -> None:
     ("words", "message"),
     [
         *((f"--{words}", "has no effect without --pp") for words in (
-            "vpp 2", "schedule zbv", "no-pairs", "layout 1,2", "p2p-ms 0", "defer-wgrad", "input-mib 0",
+            "vpp 2", "schedule zbv", "no-pairs", "pp-layout 1,2", "p2p-ms 0", "pin-activations", "input-mib 0",
             "activation-mib 1",
         )),
         ("--pp 2 --schedule fast", "schedule='fast': must be one of"),
         ("--pp 2 --schedule zbv --no-pairs", "no_pairs=True: has no effect with schedule zbv"),
-        ("--pp 2 --defer-wgrad", "defer_wgrad=True: has no effect with schedule interleaved"),
+        ("--pp 2 --pin-activations", "pin_activations=True: has no effect with schedule interleaved"),
+        ("--pp 2 --schedule zbv --pin-activations --method none", "pin_activations=True: has no effect where nothing"),
         ("--pp 2 --schedule zbv --vpp 1", "vpp=1: must be 2 for schedule zbv"),
         ("--pp 1", "pp=1: must be at least 2"),
         ("--pp 2 --vpp 0", "vpp=0: must be at least 1"),
         ("--pp 2 --layers 3", "layers=3: must be at least one per virtual stage: 4"),
-        ("--pp 2 --layout 1,2", "layout='1,2': must be 4 numbers"),
-        ("--pp 2 --layout 1,2,a,1", "layout='1,2,a,1': must be 4 numbers"),
-        ("--pp 2 --layout 1,2,0,1", "layout=(1, 2, 0, 1): must give every virtual stage at least one layer"),
-        ("--pp 2 --layout 1,1,1,1 --layers 5", "layout=(1, 1, 1, 1): must add up to the model's layers: 5"),
+        ("--pp 2 --pp-layout 1,2", "pp_layout='1,2': must be 4 numbers"),
+        ("--pp 2 --pp-layout 1,2,a,1", "pp_layout='1,2,a,1': must be 4 numbers"),
+        ("--pp 2 --pp-layout 1,1,1,1 --layers 5", "pp_layout=(1, 1, 1, 1): must add up to the model's layers: 5"),
         ("--pp 2 --p2p-ms -1", "p2p_ms=-1.0: must be a number of at least 0"),
         ("--pp 2 --input-mib -1", "input_mib=-1.0: must be a number of at least 0"),
         ("--pp 2 --search", "search=True: has no effect with --pp"),
