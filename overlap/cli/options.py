@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from overlap.cli.parallel_options import ParallelOptions, lengths, own_length, read_parallel
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
@@ -28,7 +29,7 @@ class Options:
     order: str
     delay_wgrad: bool
     seq: int
-    """Tokens of a sequence."""
+    """Tokens of a sequence of this rank's data."""
     batch: int
     """Sequences of a microbatch."""
     microbatches: int
@@ -42,6 +43,7 @@ class Options:
     transport: str
     loopback_scale: float
     json: bool
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +87,10 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         "--program)",
     )
     step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
-    step.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a sequence (default 16)")
+    step.add_argument(
+        "--seq", type=lengths, default=(16,), metavar="N[,N...]",
+        help="tokens of a sequence, or of each rank's sequences (default 16)",
+    )  # fmt: skip
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
@@ -118,9 +123,13 @@ def read_options(args: argparse.Namespace) -> Options:
     """
     model = ModelConfig(
         **{name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in vars(args)},
-        max_seq=max(args.seq, 1),
+        max_seq=max(*args.seq, 1),
     )
-    for name in ("seq", "batch", "microbatches", "threads"):
+    parallel = read_parallel(args)
+    seq = own_length(args.seq, parallel)
+    if min(args.seq) < 1:
+        raise ConfigError(field="seq", value=min(args.seq), rule="must be at least 1")
+    for name in ("batch", "microbatches", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
     if abs(args.seed) > MAX_SEED:
@@ -137,7 +146,7 @@ def read_options(args: argparse.Namespace) -> Options:
         recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
-        seq=args.seq,
+        seq=seq,
         batch=args.batch,
         microbatches=args.microbatches,
         seed=args.seed,
@@ -147,6 +156,7 @@ def read_options(args: argparse.Namespace) -> Options:
         transport=args.transport,
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
         json=args.json,
+        parallel=parallel,
     )
 
 

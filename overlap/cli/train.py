@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
         description="Train on text with AdamW; save and resume bitwise.",
     )
     add_shared_options(parser)
-    parser.set_defaults(seq=64, batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
+    parser.set_defaults(seq=(64,), batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
     job = parser.add_argument_group("job")
     job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
     job.add_argument("--steps", type=int, default=50, metavar="N", help="training steps to run (default 50)")
