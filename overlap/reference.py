@@ -19,6 +19,7 @@ from overlap.ir import Program, Stage
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
+from recompute.wgrad import adding_in_place
 
 
 def reference_step(
@@ -82,7 +83,8 @@ def start_backward(program: Program, owner: MicrobatchState, values: Mapping[str
         torch.full_like(value, loss.weight * owner.scale) for value, loss in zip(losses, program.losses, strict=True)
     ]
     reached = [(value, seed) for value, seed in zip(losses, seeds, strict=True) if value.requires_grad]
-    torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
+    with adding_in_place():
+        torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
     owner.outputs = {name: detached(values[name]) for name in (*(x.value for x in program.losses), *program.outputs)}
 
 

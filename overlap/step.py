@@ -24,6 +24,7 @@ from recompute import state
 from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
 from recompute.rng import default_generators
+from recompute.wgrad import adding_in_place
 
 Losses = dict[str, Tensor]
 """A microbatch's losses and outputs, by value name, detached."""
@@ -224,7 +225,7 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
         delay_wgrad=chunk.delay_wgrad,
         observers=observers,
     )
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:
             yield engine
         finally:

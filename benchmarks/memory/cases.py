@@ -62,6 +62,8 @@ class Case:
     path: Path = Path.OVERLAP
     recompute: RecomputeConfig = NONE
     order: str = "multi_queue"
+    table: str = ""
+    """The text of an order that is not built in."""
     delay_wgrad: bool = False
     wire: Wire = Wire.LOCAL
     wire_scale: float = 1.0

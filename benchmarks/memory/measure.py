@@ -20,7 +20,7 @@ from overlap.dispatch.sm_copy import SmCopy
 from overlap.ir import Lane
 from overlap.model import Decoder, ModelConfig, MoELayer
 from overlap.observe import TimedLanes
-from overlap.orders import get_order
+from overlap.orders import Order
 from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
 from overlap.timeline import Timeline
@@ -80,7 +80,7 @@ class Bench:
         return ModelChunk(
             self._model,
             recompute=case.recompute,
-            order=get_order(case.order, case.recompute.replay),
+            order=Order.parse(case.order, case.table) if case.table else case.order,
             delay_wgrad=case.delay_wgrad,
             lanes=self._lanes,
         )
@@ -198,7 +198,7 @@ def _init_on_device(model: nn.Module, seed: int) -> None:
             parameter.normal_(std=parameter.shape[1] ** -0.5)
 
 
-def timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], object]) -> float:
     """Milliseconds of one call, the device's work included."""
     begin, end = torch.Event(DEVICE, enable_timing=True), torch.Event(DEVICE, enable_timing=True)
     torch.cuda.synchronize()

@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 _ALIGNMENT = 16
 """Bytes that row strides must be a multiple of in the device kernel."""
+_PIECE_BYTES = 64 * 2**20
+"""Largest piece of a weight gradient that is added in pieces."""
+_TILE = 256
+"""Columns that a piece is a multiple of, so that the kernel's tiles are full."""
 
 
 @torch.library.custom_op("overlap::grouped_mm", mutates_args=())
@@ -69,6 +73,32 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> T
     return out
 
 
+@torch.library.custom_op("overlap::grouped_mm_wgrad_add", mutates_args=("into",))
+def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    """Add the gradient of grouped_mm's weight to `into`, piece by piece: the whole can exceed a layer's activations.
+
+    On a device a piece is some columns of all experts, whose kernel needs no counts on the host; elsewhere an expert.
+
+    Args:
+        into: [E, I, O], of x's type or wider.
+        x: [N, I], sorted by expert.
+        grad: [N, O].
+        counts: [E] int64.
+        covers: As for grouped_mm.
+
+    Raises:
+        ValueError: The counts do not sum to N (checked where they are on the host).
+    """
+    if _device_kernel(x, x.shape[1], grad.shape[1]):
+        ends, width = _ends(counts), _piece_width(into.shape[0] * into.shape[1] * x.element_size())
+        for start in range(0, grad.shape[1], width):
+            columns = slice(start, start + width)
+            into[..., columns] += F.grouped_mm(x.t(), grad[:, columns], offs=ends)
+        return
+    for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
+        into[expert] += torch.mm(x[start:end].t(), grad[start:end])
+
+
 @grouped_mm.register_fake
 def _(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
@@ -77,6 +107,16 @@ def _(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
 @grouped_mm_wgrad.register_fake
 def _(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+
+
+@grouped_mm_wgrad_add.register_fake
+def _(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    return None
+
+
+def _piece_width(column_bytes: int) -> int:
+    """Columns of a piece."""
+    return max(_PIECE_BYTES // column_bytes // _TILE, 1) * _TILE
 
 
 def _device_kernel(x: Tensor, *widths: int) -> bool:
