@@ -19,6 +19,7 @@ from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
 from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
+from overlap.parallel.shards import local, parameter_groups
 from overlap.plan import segments_of
 from overlap.reference import reference_step
 from overlap.step import Losses, step_plans, train_step
@@ -98,6 +99,7 @@ def verify(
     *,
     engine_type: Callable[..., Engine] = Engine,
     reference: Callable[[ModelChunk, Sequence[Feeds]], list[Losses]] = reference_step,
+    prepare: Callable[[ModelChunk], ModelChunk] = lambda chunk: chunk,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -106,6 +108,7 @@ def verify(
         batches: The microbatches of each step.
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
+        prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
 
     Returns:
         The verdict over all steps.
@@ -113,8 +116,8 @@ def verify(
     Raises:
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
-    sides = (copy.deepcopy(chunk), copy.deepcopy(chunk))
-    optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3) for side in sides]
+    sides = (prepare(copy.deepcopy(chunk)), prepare(copy.deepcopy(chunk)))
+    optimizers = [torch.optim.AdamW(parameter_groups(side), lr=1e-3) for side in sides]
     peak = 0
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
@@ -160,7 +163,7 @@ def _same(expected: Tensor | None, found: Tensor | None) -> bool:
 
 
 def _gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in chunk.module.named_parameters()}
+    return {name: local(parameter.grad) for name, parameter in chunk.module.named_parameters()}
 
 
 def _buffers(chunk: ModelChunk) -> dict[str, Tensor | None]:
