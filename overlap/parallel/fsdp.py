@@ -1,7 +1,8 @@
 """FSDP2 driven from outside: groups of parameters that are brought together and scattered when told, not by hooks.
 
 The only file that names private parts of torch.distributed.fsdp. `fully_shard` hangs its work on hooks of a module's
-forward and backward; stages call neither, so what the hooks would do is called here:
+forward and backward. A stage may call such a module or pass it by, and a replay calls it again, so the hooks are taken
+off, and what they would do is called here:
 1. `_lazy_init` once, which FSDP2 does at the root's first forward.
 2. `post_backward` of a group after each microbatch's backward: it adds the gradient up in the reduce type, and at the
    last microbatch starts the reduce-scatter. Without it gradients would add up in bfloat16.
@@ -88,6 +89,9 @@ class ParameterGroup:
 def start(root: FSDPModule) -> list[ParameterGroup]:
     """Do what FSDP2 does at the first forward of the outermost module; returns the groups of parameters."""
     root._get_fsdp_state()._lazy_init()
+    for state in root._get_fsdp_state()._state_ctx.all_states:
+        state._pre_forward_hook_handle.remove()
+        state._post_forward_hook_handle.remove()
     sharded = {name: part for name, part in cast(nn.Module, root).named_modules() if isinstance(part, FSDPModule)}
     return [
         ParameterGroup(part, name) for name, part in sharded.items() if part._get_fsdp_state()._fsdp_param_groups
