@@ -19,7 +19,9 @@ from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
 from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
+from overlap.parallel.counters import share_counters
 from overlap.parallel.shards import local, parameter_groups
+from overlap.parallel.world import SOLO, World
 from overlap.plan import segments_of
 from overlap.reference import reference_step
 from overlap.step import Losses, step_plans, train_step
@@ -100,6 +102,7 @@ def verify(
     engine_type: Callable[..., Engine] = Engine,
     reference: Callable[[ModelChunk, Sequence[Feeds]], list[Losses]] = reference_step,
     prepare: Callable[[ModelChunk], ModelChunk] = lambda chunk: chunk,
+    world: World = SOLO,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -109,6 +112,7 @@ def verify(
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
         prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
+        world: The ranks that verify together, each on data of its own.
 
     Returns:
         The verdict over all steps.
@@ -137,6 +141,7 @@ def verify(
         for side, optimizer in zip(sides, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
+            share_counters(side, world)
             update_expert_bias(side)
     return Verdict(
         loss_equal=loss_equal,

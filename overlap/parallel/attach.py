@@ -23,6 +23,7 @@ from overlap.model.experts import GroupedExperts
 from overlap.model.layers import DenseLayer, MoELayer
 from overlap.model.mtp import MTPDepth
 from overlap.parallel.buckets import BUCKET_BYTES, Reduction
+from overlap.parallel.experts import expert_parameters
 from overlap.parallel.fsdp import start
 from overlap.parallel.replicas import Replicas
 from overlap.parallel.sharded import Sharded
@@ -42,7 +43,7 @@ class DataSettings:
     """Without `fsdp`: bytes of gradients that are reduced together."""
 
 
-def make_parallel(chunk: ModelChunk, world: World, settings: DataSettings = DataSettings()) -> ModelChunk:  # noqa: B008
+def make_parallel(chunk: ModelChunk, world: World, settings: DataSettings = DataSettings()) -> ModelChunk:
     """Have a chunk keep in step with its replicas. Collective; once per chunk, before its optimizer is made.
 
     Args:
@@ -66,11 +67,6 @@ def make_parallel(chunk: ModelChunk, world: World, settings: DataSettings = Data
         return chunk
     chunk.rebind(_shard(chunk.module, world, settings))
     return chunk
-
-
-def expert_parameters(module: nn.Module) -> frozenset[int]:
-    """The ids of the parameters that expert parallelism splits."""
-    return frozenset(id(p) for m in module.modules() if isinstance(m, GroupedExperts) for p in m.parameters())
 
 
 def _reduction(world: World, experts: frozenset[int], settings: DataSettings, parameter: nn.Parameter) -> Reduction:

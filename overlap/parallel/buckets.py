@@ -59,7 +59,7 @@ class Pending:
             self.work.wait()
         flat = self.flat.div_(self.bucket.reduction.divide).to(self.bucket.parameters[0].dtype)
         sizes = [parameter.numel() for parameter in self.bucket.parameters]
-        for parameter, gradient in zip(self.bucket.parameters, flat.split(sizes), strict=True):
+        for parameter, gradient in zip(self.bucket.parameters, torch.split(flat, sizes), strict=True):
             parameter.grad = gradient.view_as(parameter)
 
 
@@ -105,7 +105,7 @@ def start_reduction(bucket: Bucket) -> Pending:
     sizes = [parameter.numel() for parameter in bucket.parameters]
     flat = torch.empty(sum(sizes), dtype=bucket.reduction.dtype or first.dtype, device=first.device)
     with torch.no_grad():
-        for parameter, part in zip(bucket.parameters, flat.split(sizes), strict=True):
+        for parameter, part in zip(bucket.parameters, torch.split(flat, sizes), strict=True):
             if parameter.grad is None:
                 part.zero_()
             else:

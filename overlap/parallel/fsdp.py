@@ -93,9 +93,7 @@ def start(root: FSDPModule) -> list[ParameterGroup]:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
     sharded = {name: part for name, part in cast(nn.Module, root).named_modules() if isinstance(part, FSDPModule)}
-    return [
-        ParameterGroup(part, name) for name, part in sharded.items() if part._get_fsdp_state()._fsdp_param_groups
-    ]
+    return [ParameterGroup(part, name) for name, part in sharded.items() if part._get_fsdp_state()._fsdp_param_groups]
 
 
 def finish_step(root: FSDPModule, groups: Sequence[ParameterGroup]) -> None:

@@ -11,7 +11,7 @@ MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
 
 def local(tensor: MaybeTensor) -> MaybeTensor:
-    """This rank's part, which shares the memory; a tensor that is not sharded as it is."""
+    """The part of a tensor that this rank holds, in the same memory; all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
