@@ -20,7 +20,6 @@ from overlap.ir import Lane, Op
 from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
 from overlap.parallel.counters import share_counters
-from overlap.parallel.shards import local, parameter_groups
 from overlap.parallel.world import SOLO, World
 from overlap.plan import segments_of
 from overlap.reference import reference_step
@@ -121,7 +120,7 @@ def verify(
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
     sides = (prepare(copy.deepcopy(chunk)), prepare(copy.deepcopy(chunk)))
-    optimizers = [torch.optim.AdamW(parameter_groups(side), lr=1e-3) for side in sides]
+    optimizers = [torch.optim.AdamW(side.parallel.parameter_groups(side), lr=1e-3) for side in sides]
     peak = 0
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
@@ -168,7 +167,10 @@ def _same(expected: Tensor | None, found: Tensor | None) -> bool:
 
 
 def _gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    return {name: local(parameter.grad) for name, parameter in chunk.module.named_parameters()}
+    return {
+        name: None if parameter.grad is None else chunk.parallel.local(parameter.grad)
+        for name, parameter in chunk.module.named_parameters()
+    }
 
 
 def _buffers(chunk: ModelChunk) -> dict[str, Tensor | None]:

@@ -6,22 +6,21 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
+from overlap.chunk import ModelChunk
 from overlap.parallel.experts import expert_parameters
-from overlap.parallel.shards import local
 from overlap.parallel.world import World
 
 _TINY = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
-def clip_gradients(module: nn.Module, world: World, max_norm: float) -> Tensor:
+def clip_gradients(chunk: ModelChunk, world: World, max_norm: float) -> Tensor:
     """Scale all gradients so that their global 2-norm is at most `max_norm`; the same factor on every rank.
 
     Args:
-        module: Its gradients are reduced already.
+        chunk: Its gradients are reduced already.
         world: The ranks; collective over all of them.
         max_norm: Above 0.
 
@@ -29,27 +28,27 @@ def clip_gradients(module: nn.Module, world: World, max_norm: float) -> Tensor:
         The norm before, a scalar.
     """
     if world.groups is None:
-        return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    norm = global_norm(module, world).float()
+        return torch.nn.utils.clip_grad_norm_(chunk.parameters(), max_norm)
+    norm = global_norm(chunk, world).float()
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
-    for parameter in module.parameters():
+    for parameter in chunk.parameters():
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor)
+            chunk.parallel.local(parameter.grad).mul_(factor)
     return norm
 
 
-def global_norm(module: nn.Module, world: World) -> Tensor:
+def global_norm(chunk: ModelChunk, world: World) -> Tensor:
     """The 2-norm of all gradients of the job, float32 or wider.
 
     Every rank gives the squares of what it holds, weighted by one over the ranks that hold the same.
     """
-    experts = expert_parameters(module)
+    experts = expert_parameters(chunk.module)
     squares = torch.zeros((), dtype=torch.float64, device=world.device)
-    for parameter in module.parameters():
+    for parameter in chunk.parameters():
         if parameter.grad is not None:
             holders = world.layout.expert_data if id(parameter) in experts else world.layout.data
-            weight = 1.0 if isinstance(parameter, DTensor) else 1.0 / holders
-            squares += _square(local(parameter.grad)) * weight
+            held = chunk.parallel.local(parameter.grad)
+            squares += _square(held) / (holders if held is parameter.grad else 1)
     for group in _groups(world):
         dist.all_reduce(squares, group=group)
     return squares.sqrt()

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
+from torch import Tensor, nn
+
 from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
@@ -42,6 +44,12 @@ class DataParallel(Protocol):
     def after_microbatch(self, program: Program, *, last: bool) -> None:
         """The reference has run a microbatch's backward; `last`: gradients are complete, reduce them and wait."""
 
+    def local(self, tensor: Tensor) -> Tensor:
+        """The part of a parameter or gradient that this rank holds, in the same memory; itself if that is all."""
+
+    def parameter_groups(self, module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+        """The parameters as an optimizer takes them: those of one layout over ranks together."""
+
 
 class Alone:
     """One replica: nothing to keep in step."""
@@ -62,3 +70,11 @@ class Alone:
 
     def after_microbatch(self, program: Program, *, last: bool) -> None:
         """Nothing to reduce."""
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The tensor."""
+        return tensor
+
+    def parameter_groups(self, module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+        """One group."""
+        return [{"params": list(module.parameters())}]

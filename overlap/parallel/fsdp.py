@@ -48,7 +48,7 @@ class ParameterGroup:
 
     def gather(self) -> None:
         """Bring the parameters together, or wait until they are."""
-        self._group.unshard(async_op=True)
+        self.prefetch()
         self._group.wait_for_unshard()
 
     def scatter(self) -> None:

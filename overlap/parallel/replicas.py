@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import Tensor, nn
 
 from overlap.ir import Program
 from overlap.lanes import Lanes
@@ -81,6 +81,14 @@ class Replicas:
         """Reduce the same buckets one after the other, nothing beside them."""
         for bucket in self.buckets(program) if last else ():
             start_reduction(bucket).finish()
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The tensor: every rank holds all of it."""
+        return tensor
+
+    def parameter_groups(self, module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+        """One group."""
+        return [{"params": list(module.parameters())}]
 
     def _start(self, bucket: Bucket) -> None:
         self._pending.append(start_reduction(bucket))

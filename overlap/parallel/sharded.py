@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NoReturn
 
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from overlap.ir import Program
@@ -20,6 +21,7 @@ from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.fsdp import ParameterGroup, finish_step
 from overlap.parallel.moments import last_gradients, visits
 from overlap.parallel.replicas import Replicas
+from overlap.parallel.shards import local, parameter_groups
 from overlap.parallel.uses import Uses, trainable, uses_of
 
 
@@ -90,6 +92,14 @@ class Sharded:
         if last:
             finish_step(self._root, self.groups)
         self._rest.after_microbatch(program, last=last)
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """The shard."""
+        return local(tensor)
+
+    def parameter_groups(self, module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
+        """One group per layout."""
+        return parameter_groups(module)
 
     def _scatter_all(self) -> None:
         for group in self.groups:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-MaybeTensor = TypeVar("MaybeTensor", Tensor, Tensor | None)
 
-
-def local(tensor: MaybeTensor) -> MaybeTensor:
+def local(tensor: Tensor) -> Tensor:
     """The part of a tensor that this rank holds, in the same memory; all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

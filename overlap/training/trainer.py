@@ -14,7 +14,6 @@ from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
 from overlap.parallel.clip import clip_gradients
 from overlap.parallel.counters import share_counters
-from overlap.parallel.shards import parameter_groups
 from overlap.parallel.world import SOLO, World
 from overlap.step import train_step
 
@@ -57,7 +56,7 @@ class Trainer:
         self.data = data
         self.per_token = per_token
         self.world = world
-        self.optimizer = torch.optim.AdamW(parameter_groups(chunk), lr=learning_rate)
+        self.optimizer = torch.optim.AdamW(chunk.parallel.parameter_groups(chunk), lr=learning_rate)
 
     def step(self) -> StepReport:
         """One step: forward, backward, clip, AdamW, expert bias."""

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 LIMIT = 60.0
 """Seconds that a function may run, unless the test says otherwise."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "overlap.cli", "overlap.parallel.world", "tests.distributed.ranks"]
+_PRELOADED = ["torch", "torch.distributed", "overlap.cli", "overlap.parallel.attach", "tests.distributed.ranks"]
 
 
 class RankFailed(AssertionError):
