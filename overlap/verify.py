@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -19,11 +20,9 @@ from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
 from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
-from overlap.parallel.counters import share_counters
-from overlap.parallel.world import SOLO, World
 from overlap.plan import segments_of
 from overlap.reference import reference_step
-from overlap.step import Losses, step_plans, train_step
+from overlap.step import Losses, agree_on_step, step_plans, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +58,17 @@ class Verdict:
         """Whether nothing differs."""
         same = not self.gradients.different and not self.buffers.different
         return self.loss_equal and self.rng_equal and same
+
+
+def merged(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict over several ranks: equal if every rank's is."""
+    return Verdict(
+        loss_equal=all(verdict.loss_equal for verdict in verdicts),
+        gradients=reduce(TensorsCompared.merged, (verdict.gradients for verdict in verdicts)),
+        buffers=reduce(TensorsCompared.merged, (verdict.buffers for verdict in verdicts)),
+        rng_equal=all(verdict.rng_equal for verdict in verdicts),
+        max_live_segments=max(verdict.max_live_segments for verdict in verdicts),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +111,6 @@ def verify(
     engine_type: Callable[..., Engine] = Engine,
     reference: Callable[[ModelChunk, Sequence[Feeds]], list[Losses]] = reference_step,
     prepare: Callable[[ModelChunk], ModelChunk] = lambda chunk: chunk,
-    world: World = SOLO,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -111,14 +120,16 @@ def verify(
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
         prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
-        world: The ranks that verify together, each on data of its own.
 
     Returns:
         The verdict over all steps.
 
     Raises:
+        ConfigError: Ranks have different settings.
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
+    for microbatches in batches[:1]:
+        agree_on_step(chunk, len(microbatches))
     sides = (prepare(copy.deepcopy(chunk)), prepare(copy.deepcopy(chunk)))
     optimizers = [torch.optim.AdamW(side.parallel.parameter_groups(side), lr=1e-3) for side in sides]
     peak = 0
@@ -140,8 +151,7 @@ def verify(
         for side, optimizer in zip(sides, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            share_counters(side, world)
-            update_expert_bias(side)
+            update_expert_bias(side, side.world)
     return Verdict(
         loss_equal=loss_equal,
         gradients=gradients,

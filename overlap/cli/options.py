@@ -5,7 +5,15 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
-from overlap.cli.parallel_options import ParallelOptions, lengths, own_length, read_parallel
+from overlap.cli.parallel_options import (
+    ParallelOptions,
+    capacity_of,
+    describe_parallel,
+    lengths,
+    own_length,
+    read_parallel,
+    transport_of,
+)
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
@@ -16,7 +24,7 @@ DEFAULT_ORDER = "multi_queue"
 MAX_SEED = 10**12
 """Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
 DEVICES = ("cpu", "cuda")
-TRANSPORTS = ("local", "host_loopback", "sm_copy")
+TRANSPORTS = ("local", "host_loopback", "sm_copy", "all_to_all")
 _OWN_MODEL_RULE = "has no effect with --program: the function decides it"
 
 
@@ -98,7 +106,9 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1: small shapes gain little)"
     )
     step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
-    step.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="how tokens reach their experts")
+    step.add_argument(
+        "--transport", choices=TRANSPORTS, help="how tokens reach their experts (default local, all_to_all with --ep)"
+    )
     step.add_argument(
         "--loopback-scale", type=float, metavar="X", help="share of the bytes that host_loopback moves (default 1)"
     )
@@ -124,6 +134,7 @@ def read_options(args: argparse.Namespace) -> Options:
     model = ModelConfig(
         **{name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in vars(args)},
         max_seq=max(*args.seq, 1),
+        capacity=capacity_of(args),
     )
     parallel = read_parallel(args)
     seq = own_length(args.seq, parallel)
@@ -153,7 +164,7 @@ def read_options(args: argparse.Namespace) -> Options:
         program=args.program,
         threads=args.threads,
         device=args.device,
-        transport=args.transport,
+        transport=transport_of(args),
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
         json=args.json,
         parallel=parallel,
@@ -162,7 +173,7 @@ def read_options(args: argparse.Namespace) -> Options:
 
 def _check_own_model(args: argparse.Namespace) -> None:
     """Refuse options of the built-in decoder beside --program."""
-    for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport"):
+    for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport", "ep", "capacity_factor", "route"):
         if name in vars(args) and getattr(args, name) != args.default_of(name):
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
@@ -211,4 +222,5 @@ def describe(options: Options) -> dict[str, object]:
         "device": options.device,
         "transport": options.transport,
         "loopback_scale": options.loopback_scale,
+        **describe_parallel(options.parallel),
     }

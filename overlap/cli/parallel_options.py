@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,8 +25,8 @@ class ParallelOptions:
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     data_rank: int = 0
     """Of this process: which data it draws."""
-    capacity: float | None = None
-    """Rows that an expert takes from each rank, in units of its fair share; None: as many as are sent."""
+    capacity_factor: float | None = None
+    """Copies that an expert takes from each rank, in units of its fair share; None: as many as choose it."""
     route: str = ROUTES[0]
     """What chooses experts."""
     debug_collectives: bool = False
@@ -39,7 +40,7 @@ def add_parallel_options(parser: argparse.ArgumentParser) -> None:
     ranks = parser.add_argument_group("ranks (start with torchrun)")
     ranks.add_argument("--ep", type=int, default=1, metavar="N", help="ranks that share a layer's experts (default 1)")
     ranks.add_argument(
-        "--capacity", type=float, metavar="X",
+        "--capacity", dest="capacity_factor", type=float, metavar="X",
         help="rows that an expert takes from each rank, in units of its fair share; more are dropped, fewer are padded",
     )  # fmt: skip
     ranks.add_argument(
@@ -66,21 +67,67 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
     seconds = args.collective_timeout
     if not 0 < seconds < math.inf:
         raise ConfigError(field="collective_timeout", value=seconds, rule="must be above 0 seconds and finite")
-    if args.capacity is not None and not 0 < args.capacity < math.inf:
-        raise ConfigError(field="capacity", value=args.capacity, rule="must be above 0 and finite")
-    for name in ("capacity", "debug_collectives"):
-        if layout.ep == 1 and getattr(args, name):
-            rule = "has no effect without --ep above 1: leave it out"
-            raise ConfigError(field=name, value=getattr(args, name), rule=rule)
+    if args.capacity_factor is not None and not 0 < args.capacity_factor < math.inf:
+        raise ConfigError(field="capacity", value=args.capacity_factor, rule="must be above 0 and finite")
+    if layout.world_size == 1:
+        for name in ("debug_collectives", "backend", "collective_timeout"):
+            if getattr(args, name) != args.default_of(name):
+                raise ConfigError(field=name, value=getattr(args, name), rule="has no effect in one process")
     return ParallelOptions(
         layout=layout,
         data_rank=layout.data_rank(int(os.environ.get("RANK", "0"))),
-        capacity=args.capacity,
+        capacity_factor=args.capacity_factor,
         route=args.route,
         debug_collectives=args.debug_collectives,
         backend=args.backend,
         timeout=timedelta(seconds=seconds),
     )
+
+
+def capacity_of(args: argparse.Namespace) -> int | None:
+    """Rows of each expert: the factor times its fair share of the longest microbatch, rounded up.
+
+    Equal on all ranks, whatever their lengths, so that split sizes are.
+    """
+    if vars(args).get("capacity_factor") is None or not 0 < args.capacity_factor < math.inf:
+        return None  # read_parallel() says why
+    copies = max(args.seq) * args.batch * args.topk
+    rows: int = math.ceil(args.capacity_factor * copies / max(args.experts, 1))
+    return max(1, rows)
+
+
+def transport_of(args: argparse.Namespace) -> str:
+    """The transport that was asked for, or the one that fits.
+
+    Raises:
+        ConfigError: It does not fit the number of ranks that share experts.
+    """
+    shared = vars(args).get("ep", 1) > 1
+    if args.transport is None:
+        return "all_to_all" if shared else "local"
+    name: str = args.transport
+    if shared != (name == "all_to_all"):
+        rule = "experts on several ranks need all_to_all" if shared else "needs --ep above 1"
+        raise ConfigError(field="transport", value=name, rule=rule)
+    return name
+
+
+def describe_parallel(options: ParallelOptions) -> dict[str, object]:
+    """The options as a flat JSON object."""
+    return {
+        "world_size": options.layout.world_size,
+        "ep": options.layout.ep,
+        "route": options.route,
+        "debug_collectives": options.debug_collectives,
+        "backend": options.backend,
+    }
+
+
+def say(message: str) -> None:
+    """Print an error on stderr, with the rank where there are several."""
+    rank = os.environ.get("RANK", "0")
+    where = f"rank {rank}: " if launched_processes() > 1 else ""
+    print(f"error: {where}{message}", file=sys.stderr)
 
 
 @contextmanager
@@ -90,7 +137,7 @@ def joined(options: ParallelOptions, device: str) -> Iterator[World]:
         yield SOLO
         return
     try:
-        yield open_world(options.layout, device, options.timeout, options.backend)
+        yield open_world(options.layout, device, options.timeout, options.backend, options.debug_collectives)
     finally:
         close_world()
 

@@ -43,12 +43,11 @@ class DataSettings:
     """Without `fsdp`: bytes of gradients that are reduced together."""
 
 
-def make_parallel(chunk: ModelChunk, world: World, settings: DataSettings = DataSettings()) -> ModelChunk:
+def make_parallel(chunk: ModelChunk, settings: DataSettings = DataSettings()) -> ModelChunk:
     """Have a chunk keep in step with its replicas. Collective; once per chunk, before its optimizer is made.
 
     Args:
-        chunk: The same on all data ranks, except for the experts; changed in place.
-        world: The ranks.
+        chunk: The same on all data ranks of its world, except for the experts; changed in place.
         settings: How.
 
     Returns:
@@ -57,13 +56,14 @@ def make_parallel(chunk: ModelChunk, world: World, settings: DataSettings = Data
     Raises:
         ConfigError: Experts that do not divide over the ranks that hold them.
     """
+    world = chunk.world
     if world.groups is None or world.layout.data == 1:
         if settings.fsdp:
             raise ConfigError(field="fsdp", value=True, rule="needs several data ranks to shard over")
         return chunk
     if not settings.fsdp:
         reduction_of = partial(_reduction, world, expert_parameters(chunk.module), settings)
-        chunk.rebind(Replicas(reduction_of, bucket_bytes=settings.bucket_bytes))
+        chunk.rebind(Replicas(reduction_of, world.collectives, bucket_bytes=settings.bucket_bytes))
         return chunk
     chunk.rebind(_shard(chunk.module, world, settings))
     return chunk
@@ -94,8 +94,9 @@ def _shard(module: nn.Module, world: World, settings: DataSettings) -> Sharded:
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(world.layout.data))
     reduction = Reduction(group=None, divide=world.layout.data, dtype=settings.reduce_dtype)
-    rest = Replicas(partial(_if_among, frozenset(map(id, alone)), reduction))
-    return Sharded(cast("FSDPModule", module), start(cast("FSDPModule", module)), rest)
+    rest = Replicas(partial(_if_among, frozenset(map(id, alone)), reduction), world.collectives)
+    root = cast("FSDPModule", module)
+    return Sharded(root, start(root, world.collectives), rest)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -16,20 +16,19 @@ _TINY = 1e-6
 """As torch.nn.utils.clip_grad_norm_ adds to the norm."""
 
 
-def clip_gradients(chunk: ModelChunk, world: World, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global 2-norm is at most `max_norm`; the same factor on every rank.
+def clip_gradients(chunk: ModelChunk, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; the same factor on every rank. Collective.
 
     Args:
         chunk: Its gradients are reduced already.
-        world: The ranks; collective over all of them.
         max_norm: Above 0.
 
     Returns:
         The norm before, a scalar.
     """
-    if world.groups is None:
+    if chunk.world.groups is None:
         return torch.nn.utils.clip_grad_norm_(chunk.parameters(), max_norm)
-    norm = global_norm(chunk, world).float()
+    norm = global_norm(chunk).float()
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
     for parameter in chunk.parameters():
         if parameter.grad is not None:
@@ -37,12 +36,12 @@ def clip_gradients(chunk: ModelChunk, world: World, max_norm: float) -> Tensor:
     return norm
 
 
-def global_norm(chunk: ModelChunk, world: World) -> Tensor:
+def global_norm(chunk: ModelChunk) -> Tensor:
     """The 2-norm of all gradients of the job, float32 or wider.
 
     Every rank gives the squares of what it holds, weighted by one over the ranks that hold the same.
     """
-    experts = expert_parameters(chunk.module)
+    experts, world = expert_parameters(chunk.module), chunk.world
     squares = torch.zeros((), dtype=torch.float64, device=world.device)
     for parameter in chunk.parameters():
         if parameter.grad is not None:
@@ -50,6 +49,7 @@ def global_norm(chunk: ModelChunk, world: World) -> Tensor:
             held = chunk.parallel.local(parameter.grad)
             squares += _square(held) / (holders if held is parameter.grad else 1)
     for group in _groups(world):
+        world.collectives.record("all_reduce", "gradient norm", squares)
         dist.all_reduce(squares, group=group)
     return squares.sqrt()
 

@@ -19,6 +19,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from overlap.parallel.collective_log import Collectives
+
 
 class ParameterGroup:
     """The parameters that one `fully_shard` call governs.
@@ -26,11 +28,13 @@ class ParameterGroup:
     Args:
         module: What `fully_shard` was called on, after start() of its root.
         name: The module's name, for messages.
+        collectives: Takes note of what is launched.
     """
 
-    def __init__(self, module: FSDPModule, name: str) -> None:
+    def __init__(self, module: FSDPModule, name: str, collectives: Collectives) -> None:
         (self._group,) = module._get_fsdp_state()._fsdp_param_groups
         self.name = name
+        self._collectives = collectives
 
     @property
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -44,6 +48,8 @@ class ParameterGroup:
 
     def prefetch(self) -> None:
         """Start to bring the parameters together, on the current stream."""
+        if not self.together:
+            self._collectives.record("all_gather", self.name, self.parameters[0])
         self._group.unshard(async_op=True)
 
     def gather(self) -> None:
@@ -68,6 +74,8 @@ class ParameterGroup:
             whole = item._unsharded_param
             if whole.requires_grad and whole.grad is None and item.unsharded_accumulated_grad is None:
                 whole.grad = torch.zeros_like(whole)
+        if reduce:
+            self._collectives.record("reduce_scatter", self.name, self.parameters[0])
         self._group.reduce_grads = reduce
         self._group.reshard_after_backward = False
         self._group.post_backward()
@@ -86,14 +94,18 @@ class ParameterGroup:
         self._group.reshard()
 
 
-def start(root: FSDPModule) -> list[ParameterGroup]:
+def start(root: FSDPModule, collectives: Collectives) -> list[ParameterGroup]:
     """Do what FSDP2 does at the first forward of the outermost module; returns the groups of parameters."""
     root._get_fsdp_state()._lazy_init()
     for state in root._get_fsdp_state()._state_ctx.all_states:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
     sharded = {name: part for name, part in cast(nn.Module, root).named_modules() if isinstance(part, FSDPModule)}
-    return [ParameterGroup(part, name) for name, part in sharded.items() if part._get_fsdp_state()._fsdp_param_groups]
+    return [
+        ParameterGroup(part, name, collectives)
+        for name, part in sharded.items()
+        if part._get_fsdp_state()._fsdp_param_groups
+    ]
 
 
 def finish_step(root: FSDPModule, groups: Sequence[ParameterGroup]) -> None:

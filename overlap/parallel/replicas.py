@@ -14,6 +14,7 @@ from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.buckets import BUCKET_BYTES, Bucket, Pending, Reduction, make_buckets, start_reduction
+from overlap.parallel.collective_log import Collectives
 from overlap.parallel.moments import last_gradients
 from overlap.parallel.uses import trainable
 
@@ -25,11 +26,15 @@ class Replicas:
 
     Args:
         reduction_of: How a parameter's gradient is reduced; None: not at all.
+        collectives: Takes note of what is launched.
         bucket_bytes: Bytes of gradients at which a bucket is closed.
     """
 
-    def __init__(self, reduction_of: ReductionOf, *, bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, reduction_of: ReductionOf, collectives: Collectives, *, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
         self._reduction_of = reduction_of
+        self._collectives = collectives
         self._bucket_bytes = bucket_bytes
         self._pending: list[Pending] = []
         self._buckets: dict[tuple[bool, ...], tuple[Bucket, ...]] = {}
@@ -80,7 +85,7 @@ class Replicas:
     def after_microbatch(self, program: Program, *, last: bool) -> None:
         """Reduce the same buckets one after the other, nothing beside them."""
         for bucket in self.buckets(program) if last else ():
-            start_reduction(bucket).finish()
+            self._begin(bucket).finish()
 
     def local(self, tensor: Tensor) -> Tensor:
         """The tensor: every rank holds all of it."""
@@ -91,4 +96,8 @@ class Replicas:
         return [{"params": list(module.parameters())}]
 
     def _start(self, bucket: Bucket) -> None:
-        self._pending.append(start_reduction(bucket))
+        self._pending.append(self._begin(bucket))
+
+    def _begin(self, bucket: Bucket) -> Pending:
+        self._collectives.record("all_reduce", "gradients", bucket.parameters[0])
+        return start_reduction(bucket)

@@ -27,9 +27,14 @@ class PerTokenOfRanks:
         self._world = world
         self._own = own
 
+    def __repr__(self) -> str:
+        """The settings, which ranks compare."""
+        return f"PerTokenOfRanks({self._own})"
+
     def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
         """Data ranks over the tokens of all of them; `total_tokens` are this rank's, as PerToken takes them."""
         tokens = self._own.tokens(microbatches, accumulate, total_tokens)
         total = torch.tensor(tokens, dtype=torch.int64, device=self._world.device)
+        self._world.collectives.record("all_reduce", "tokens", total)
         dist.all_reduce(total, group=self._world.data_group)
         return self._world.layout.data / max(int(total), 1)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap.parallel.collective_log import CollectiveLog, Collectives, NoLog
 from overlap.parallel.layout import DIMENSIONS, ParallelLayout, Place
 from recompute.errors import ConfigError
 
@@ -28,6 +30,7 @@ class Groups:
     """The process groups of one rank, and the meshes over them."""
 
     everyone: dist.ProcessGroup
+    """All ranks of the job, by gloo: for objects and other things that stay on the CPU."""
     ep: dist.ProcessGroup
     """Ranks that exchange tokens."""
     data: dist.ProcessGroup
@@ -51,6 +54,22 @@ class World:
     device: torch.device
     groups: Groups | None
     """None: one process that belongs to no process group, as in SOLO."""
+    debug: CollectiveLog | None = None
+    """Takes note of collectives, so that ranks can compare them after each step; None: nobody does."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        """Copies of a model belong to the same ranks."""
+        return self
+
+    @property
+    def collectives(self) -> Collectives:
+        """What takes note of collectives."""
+        return NoLog() if self.debug is None else self.debug
+
+    @property
+    def observers(self) -> tuple[CollectiveLog, ...]:
+        """What has to watch a step."""
+        return () if self.debug is None else (self.debug,)
 
     @property
     def size(self) -> int:
@@ -116,7 +135,11 @@ def launched_processes() -> int:
 
 
 def open_world(
-    layout: ParallelLayout, device: str = "cpu", timeout: timedelta = TIMEOUT, backend: str = "auto"
+    layout: ParallelLayout,
+    device: str = "cpu",
+    timeout: timedelta = TIMEOUT,
+    backend: str = "auto",
+    debug: bool = False,
 ) -> World:
     """Join the job's process group, if this process has not yet, and form the groups of a layout.
 
@@ -129,6 +152,7 @@ def open_world(
         timeout: Of every collective in every group.
         backend: `gloo`, `nccl`, or `auto`: NCCL where every process has a device of its own, else gloo (NCCL refuses
             two ranks on one device). CPU tensors always go through gloo.
+        debug: Whether ranks compare after every step what they issued.
 
     Raises:
         ConfigError: The layout is for another number of processes, the backend does not serve the device, or the
@@ -145,7 +169,13 @@ def open_world(
         raise ConfigError(field="world_size", value=layout.world_size, rule=rule)
     else:
         own, _ = _local_device(device, backend)
-    return World(layout=layout, rank=dist.get_rank(), device=own, groups=_form_groups(layout, own.type, timeout))
+    return World(
+        layout=layout,
+        rank=dist.get_rank(),
+        device=own,
+        groups=_form_groups(layout, own.type, timeout),
+        debug=CollectiveLog() if debug else None,
+    )
 
 
 def close_world() -> None:
@@ -185,7 +215,7 @@ def _form_groups(layout: ParallelLayout, kind: str, timeout: timedelta) -> Group
         ]
         return next(group for mine, group in made if mine)
 
-    everyone = own((tuple(range(layout.world_size)),))
+    everyone: dist.ProcessGroup = dist.new_group(timeout=timeout, backend="gloo")
     pp, expert_data, ep = own(layout.pp_groups()), own(layout.expert_data_groups()), own(layout.ep_groups())
     data = own(layout.data_groups())
     ranks = torch.arange(layout.world_size).view(layout.shape)

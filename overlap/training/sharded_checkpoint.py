@@ -35,9 +35,7 @@ _RUN = "run.json"
 _VERSION = "step-"
 
 
-def save_folder(
-    folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], world: World
-) -> None:
+def save_folder(folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
     """Write weights, buffers, step count, optimizer and generator state as the newest version. Collective.
 
     Args:
@@ -45,8 +43,8 @@ def save_folder(
         chunk: The model; its buffers are the same on all data ranks.
         optimizer: Its optimizer.
         config: What a resumed run must agree on.
-        world: The ranks.
     """
+    world = chunk.world
     version = _agreed_version(folder, chunk.steps_done, world)
     state = {**_model_state(chunk, world), **_optimizer_state(chunk, optimizer, world), "rng": torch.get_rng_state()}
     save(state, checkpoint_id=folder / version, no_dist=world.groups is None)
@@ -57,14 +55,13 @@ def save_folder(
     _wait_for_all(world)
 
 
-def load_folder(
-    folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], world: World
-) -> None:
+def load_folder(folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
     """Take the newest version back, whatever layout wrote it. Collective.
 
     Raises:
         ConfigError: The folder holds no complete version, or one of another config or model.
     """
+    world = chunk.world
     version = latest_version(folder)
     run = json.loads((version / _RUN).read_text())
     if run.get("format") != FORMAT:
@@ -113,7 +110,7 @@ def _agreed_version(folder: Path, step: int, world: World) -> str:
         taken = {other.name for other in folder.glob(f"{_VERSION}*")}
         names[0] = next(n for n in (f"{_VERSION}{step}.{i}" for i in range(len(taken) + 1)) if n not in taken)
     if world.groups is not None:
-        dist.broadcast_object_list(names, src=0, group=world.groups.everyone, device=world.device)
+        dist.broadcast_object_list(names, src=0, group=world.groups.everyone)
     return names[0]
 
 

@@ -13,8 +13,7 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
 from overlap.parallel.clip import clip_gradients
-from overlap.parallel.counters import share_counters
-from overlap.parallel.world import SOLO, World
+from overlap.parallel.counters import share_logged_losses
 from overlap.step import train_step
 
 
@@ -24,12 +23,12 @@ class StepReport:
 
     step: int
     loss: float
-    """Mean over the step's microbatches, on all data ranks, of the main loss."""
+    """Mean of the main loss over the step's microbatches, of all ranks."""
     losses: Mapping[str, float]
     """The same for every loss of the head by its name: `loss`, and `mtp1_loss`, ... where there are MTP depths."""
     milliseconds: float
     tokens_per_second: float
-    """Of all data ranks."""
+    """Of all ranks together."""
 
 
 class Trainer:
@@ -40,7 +39,6 @@ class Trainer:
         data: `data(step)` gives that step's microbatches.
         learning_rate: Of AdamW.
         per_token: Whether a microbatch's loss is a sum over its tokens.
-        world: The ranks that train together, each on data of its own.
     """
 
     def __init__(
@@ -50,12 +48,10 @@ class Trainer:
         *,
         learning_rate: float = 3e-3,
         per_token: bool = False,
-        world: World = SOLO,
     ) -> None:
         self.chunk = chunk
         self.data = data
         self.per_token = per_token
-        self.world = world
         self.optimizer = torch.optim.AdamW(chunk.parallel.parameter_groups(chunk), lr=learning_rate)
 
     def step(self) -> StepReport:
@@ -64,32 +60,33 @@ class Trainer:
         microbatches = self.data(number)
         begin = time.perf_counter()
         losses = train_step(self.chunk, microbatches)
-        clip_gradients(self.chunk, self.world, 1.0)
+        clip_gradients(self.chunk, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        share_counters(self.chunk, self.world)
-        update_expert_bias(self.chunk)
+        share_logged_losses(self.chunk, self.chunk.world)
+        update_expert_bias(self.chunk, self.chunk.world)
         seconds = time.perf_counter() - begin
-        tokens = sum(feeds["ids"].numel() for feeds in microbatches)
+        tokens = int(self._over_ranks([sum(feeds["ids"].numel() for feeds in microbatches)])[0])
         # a layer's own losses are named after the layer
         names = [loss.value for loss in self.chunk.program.losses if "." not in loss.value]
-        means = self._over_ranks({name: self._mean_loss([item[name] for item in losses], tokens) for name in names})
+        sums = [float(torch.stack([item[name].double() for item in losses]).sum()) for name in names]
+        parts = tokens if self.per_token else len(losses) * self.chunk.world.layout.data
+        means = {name: total / parts for name, total in zip(names, self._over_ranks(sums), strict=True)}
         return StepReport(
             step=number,
             loss=means["loss"],
             losses=means,
             milliseconds=seconds * 1e3,
-            tokens_per_second=tokens * self.world.layout.data / seconds,
+            tokens_per_second=tokens / seconds,
         )
 
-    def _mean_loss(self, losses: Sequence[torch.Tensor], tokens: int) -> float:
-        total = float(torch.stack([loss.double() for loss in losses]).sum())
-        return total / (tokens if self.per_token else len(losses))
-
-    def _over_ranks(self, means: Mapping[str, float]) -> Mapping[str, float]:
-        """The mean over the data ranks of each."""
-        if self.world.groups is None:
-            return means
-        values = torch.tensor(list(means.values()), dtype=torch.float64, device=self.world.device)
-        dist.all_reduce(values, group=self.world.data_group)
-        return dict(zip(means, (values / self.world.layout.data).tolist(), strict=True))
+    def _over_ranks(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks that draw data."""
+        world = self.chunk.world
+        if world.groups is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+        world.collectives.record("all_reduce", "report", total)
+        dist.all_reduce(total, group=world.data_group)
+        sums: list[float] = total.tolist()
+        return sums

@@ -21,6 +21,7 @@ from recompute.errors import ConfigError
 def read(words: str) -> ParallelOptions:
     parser = argparse.ArgumentParser()
     add_parallel_options(parser)
+    parser.set_defaults(default_of=parser.get_default)
     return read_parallel(parser.parse_args(words.split()))
 
 
@@ -36,7 +37,7 @@ def test_every_option_is_read() -> None:
     assert read(words) == ParallelOptions(
         layout=ParallelLayout(world_size=4, ep=2),
         data_rank=3,
-        capacity=1.5,
+        capacity_factor=1.5,
         route="first-rank",
         debug_collectives=True,
         backend="gloo",
@@ -58,8 +59,6 @@ def test_the_default_is_one_process() -> None:
         ("--ep 0", "ep"),
         ("--ep 2 --capacity 0", "capacity"),
         ("--ep 2 --capacity nan", "capacity"),
-        ("--capacity 1", "capacity"),
-        ("--debug-collectives", "debug_collectives"),
         ("--ep 2 --collective-timeout 0", "collective_timeout"),
     ],
 )
@@ -67,6 +66,12 @@ def test_what_does_not_fit_is_refused(words: str, field: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         read(words)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("words", ["--debug-collectives", "--backend gloo", "--collective-timeout 9", "--ep 2"])
+def test_one_process_needs_no_groups(words: str) -> None:
+    with pytest.raises(ConfigError):
+        read(words)
 
 
 @pytest.mark.usefixtures("_four")

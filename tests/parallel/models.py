@@ -49,13 +49,13 @@ def feeds_of(rank: int, microbatches: int, step: int = 0) -> list[Feeds]:
 
 def parallel_chunk(world: World, data: DataSettings, model: Mapping[str, Any] | None = None, **kw: Any) -> ModelChunk:
     """A small chunk on several ranks."""
-    return make_parallel(small_chunk(model, **kw), world, data)
+    return make_parallel(small_chunk(model, world=world, **kw), data)
 
 
 def verify_parallel(world: World, data: DataSettings, chunk: ModelChunk, microbatches: int = 3, **kw: Any) -> Verdict:
     """Two steps against plain autograd on the same ranks."""
     batches = [feeds_of(world.rank, microbatches, step) for step in range(2)]
-    return verify(chunk, batches, prepare=partial(make_parallel, world=world, settings=data), world=world, **kw)
+    return verify(chunk, batches, prepare=partial(make_parallel, settings=data), **kw)
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:

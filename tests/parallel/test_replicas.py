@@ -41,9 +41,9 @@ def every_setting() -> dict[str, bool]:
     world = world_of()
     verdicts = {}
     for recompute, delayed in ((RecomputeConfig.none(), False), (HIDDEN, True)):
-        chunk = small_chunk({"mtp": 1, "tied": True}, recompute=recompute, delay_wgrad=delayed)
+        chunk = small_chunk({"mtp": 1, "tied": True}, recompute=recompute, delay_wgrad=delayed, world=world)
         verdicts[f"{recompute.method}"] = verify_parallel(world, SMALL, chunk).equal
-    chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True)
+    chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True, world=world)
     verdicts["bfloat16"] = verify_parallel(world, WIDE, chunk).equal
     return verdicts
 
@@ -57,7 +57,7 @@ def too_early() -> tuple[str, ...]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replicas, "last_gradients", early)
-        return verify_parallel(world, SMALL, small_chunk(recompute=HIDDEN)).gradients.different
+        return verify_parallel(world, SMALL, small_chunk(recompute=HIDDEN, world=world)).gradients.different
 
 
 def test_the_overlapped_step_is_the_reference_with_the_same_buckets(ranks: RankPool) -> None:
@@ -150,12 +150,12 @@ def test_several_calls_accumulate_and_reduce_once(ranks: RankPool) -> None:
 
 def frozen(fsdp: bool) -> dict[str, object]:
     world = world_of()
-    chunk = small_chunk(recompute=HIDDEN)
+    chunk = small_chunk(recompute=HIDDEN, world=world)
     for name, parameter in chunk.module.named_parameters():
         parameter.requires_grad_(name.startswith(("layers.1.", "layers.2.attn.norm", "layers.0.attn.norm")))
     trained = [name for name, parameter in chunk.module.named_parameters() if parameter.requires_grad]
     verdict = verify_parallel(world, DataSettings(fsdp=fsdp), chunk)
-    again = make_parallel(chunk, world, DataSettings(fsdp=fsdp))
+    again = make_parallel(chunk, DataSettings(fsdp=fsdp))
     train_step(again, feeds_of(world.rank, 2))
     return {"equal": verdict.equal, "right": [n for n, grad in gradients(again).items() if grad is not None] == trained}
 

@@ -32,9 +32,9 @@ def every_setting() -> dict[str, bool]:
         (RecomputeConfig.uniform(2), False, {"dropout": 0.1}),
         (HIDDEN, True, {"mtp": 2, "mtp_repeat": True}),
     ):
-        chunk = small_chunk(model, recompute=recompute, delay_wgrad=delayed)
+        chunk = small_chunk(model, recompute=recompute, delay_wgrad=delayed, world=world)
         verdicts[str(model)] = verify_parallel(world, FSDP, chunk).equal
-    chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True)
+    chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True, world=world)
     verdicts["bfloat16"] = verify_parallel(world, WIDE, chunk).equal
     return verdicts
 
@@ -160,7 +160,7 @@ def test_a_failed_step_leaves_nothing_together(ranks: RankPool) -> None:
 def refused() -> str:
     world = world_of()
     try:
-        make_parallel(small_chunk(), world, FSDP)
+        make_parallel(small_chunk(world=world), FSDP)
     except ConfigError as error:
         return str(error)
     return ""
