@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from overlap.cli.build import build_chunk, to_device
+from overlap.cli.build import build_chunk, parallel, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.report import console, messages, print_json
@@ -99,7 +99,8 @@ def make_trainer(options: Options, paths: list[str] | None, learning_rate: float
     text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
     data = partial(_data, text, options)
     per_token = options.model.per_token_loss
-    return Trainer(build_chunk(options, world), data, learning_rate=learning_rate, per_token=per_token)
+    chunk = parallel(build_chunk(options, world), options)
+    return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token)
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
@@ -124,6 +125,8 @@ def saved_config(options: Options) -> dict[str, object]:
         "loopback_scale",
         "debug_collectives",
         "backend",
+        "ep",
+        "fsdp",
     }
     return {name: value for name, value in describe(options).items() if name not in how}
 

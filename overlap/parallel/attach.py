@@ -37,6 +37,8 @@ class DataSettings:
 
     fsdp: bool = False
     """Shard parameters, gradients and optimizer state; else every rank holds them all."""
+    keep_together: bool = False
+    """With `fsdp`: parameters stay together from the begin of a step to its end: more memory, each brought once."""
     reduce_dtype: torch.dtype | None = None
     """Type of gradient sums over ranks, and with `fsdp` over microbatches; None: the parameter's own."""
     bucket_bytes: int = BUCKET_BYTES
@@ -96,7 +98,7 @@ def _shard(module: nn.Module, world: World, settings: DataSettings) -> Sharded:
     reduction = Reduction(group=None, divide=world.layout.data, dtype=settings.reduce_dtype)
     rest = Replicas(partial(_if_among, frozenset(map(id, alone)), reduction), world.collectives)
     root = cast("FSDPModule", module)
-    return Sharded(root, start(root, world.collectives), rest)
+    return Sharded(root, start(root, world.collectives), rest, keep_together=settings.keep_together)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,12 +33,16 @@ class Sharded:
         root: The outermost sharded module.
         groups: Its groups.
         rest: Reduces the gradients of parameters that are not sharded (experts that this rank alone holds).
+        keep_together: Whether all groups are there for the whole step.
     """
 
-    def __init__(self, root: FSDPModule, groups: Sequence[ParameterGroup], rest: Replicas) -> None:
+    def __init__(
+        self, root: FSDPModule, groups: Sequence[ParameterGroup], rest: Replicas, *, keep_together: bool = False
+    ) -> None:
         self.groups = tuple(groups)
         self._root = root
         self._rest = rest
+        self._keep_together = keep_together
         self._uses: dict[tuple[bool, ...], Uses] = {}
         self._actions: dict[tuple[tuple[int, ...], Uses, bool], tuple[Sequence[Plan], Actions]] = {}
 
@@ -59,7 +64,9 @@ class Sharded:
         """What the stages use of the groups, as parameters are trainable now."""
         flags = trainable(program)
         if flags not in self._uses:
-            self._uses[flags] = uses_of(program, [group.parameters for group in self.groups])
+            uses = uses_of(program, [group.parameters for group in self.groups])
+            every = frozenset(range(len(self.groups)))
+            self._uses[flags] = replace(uses, held=every) if self._keep_together else uses
         return self._uses[flags]
 
     def end(self) -> None:

@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from overlap.engine import MicrobatchState
+from overlap.errors import RankFailed
 from overlap.lower import Issue
 from overlap.parallel.world import World
 
@@ -56,15 +57,6 @@ class Sighting:
     """Counts its notes: a rank whose count stands still is gone."""
     why: str = ""
     """What it raised."""
-
-
-class RankFailed(RuntimeError):
-    """Another rank failed, and this one cannot go on without it."""
-
-    def __init__(self, rank: int, where: str, reason: str) -> None:
-        super().__init__(f"rank {rank} {reason}; it was {where}")
-        self.rank = rank
-        self.where = where
 
 
 class Watch:
