@@ -82,7 +82,7 @@ class RankFailed(RuntimeError):
 
     Args:
         rank: The other one.
-        where: The slot that it was in, in words.
+        where: The slot that it was last seen in, in words; a moment old if it ended without a word.
         reason: What became of it.
     """
 
@@ -93,7 +93,7 @@ class RankFailed(RuntimeError):
         super().__init__(rank, where, reason)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} {self.reason}; it was {self.where}"
+        return f"rank {self.rank} {self.reason}; it was last seen {self.where}"
 
 
 def _excerpt(slots: Sequence[object], index: int) -> str:

@@ -1,6 +1,7 @@
 """`python -m overlap`: plan, verify, train, profile, demo, simulate, timeline.
 
-Exit status: 0 well, 1 different (verify), 2 bad input, 3 another rank failed. With --json stdout carries one object and stderr all else.
+Exit status: 0 well, 1 different (verify), 2 bad input, 3 another rank failed. With --json stdout carries one object
+and stderr all else.
 """
 
 from __future__ import annotations

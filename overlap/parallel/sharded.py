@@ -131,10 +131,9 @@ class Sharded:
     def _add_visits(self, actions: Actions, plan: Plan, uses: Uses) -> None:
         """Say when a group is brought together, with the next one on its way, and when it is scattered again."""
         found = visits(plan, uses.groups, uses.held)
-        following = [*found[1:], None]
-        for visit, after in zip(found, following, strict=True):
+        for place, visit in enumerate(found):
             group = self.groups[visit.group]
             actions.add_before(plan.issues[visit.first], group.gather)
-            if after is not None:
+            for after in found[place + 1 : place + 2]:
                 actions.add_before(plan.issues[visit.first], self.groups[after.group].prefetch)
             actions.add_after(plan.issues[visit.last], group.scatter)
