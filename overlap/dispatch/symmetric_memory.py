@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch import Tensor
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from overlap.dispatch.all_to_all import AllToAll, arrival_of
 from overlap.dispatch.arrival import Arrival
@@ -115,7 +116,9 @@ class MappedPeers:
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout: timedelta, nbytes: int) -> None:
-        self._buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        # Not from symm_mem.empty()'s pool: a block that comes from there again has met its peers before, and a rank
+        # whose garbage is collected late would wait for them alone.
+        self._buffer = _SymmetricMemory.empty_strided_p2p((nbytes,), (1,), torch.uint8, device)
         self._handle = symm_mem.rendezvous(self._buffer, group)
         self._buffers = [self._handle.get_buffer(rank, (nbytes,), torch.uint8) for rank in range(group.size())]
         self._timeout_ms = int(timeout.total_seconds() * 1000)

@@ -34,6 +34,8 @@ class Case:
     """Or `contiguous`."""
     broken: str = ""
     """What is broken on purpose; then it must differ."""
+    never_waits: bool = False
+    """Another step is run, in which the host must not wait for the device."""
 
     @property
     def name(self) -> str:
@@ -64,7 +66,7 @@ _WHATS = (
     Case(what="all tokens to the first rank, hidden", first_rank=True),
     Case(what="one local expert", experts_per_rank=1),
     Case(what="uneven lengths", lengths=(64, 41), model=_DROPOUT),
-    Case(what="capacity", model={"capacity": 40}),
+    Case(what="capacity, the host never waits", model={"capacity": 40}, never_waits=True),
     Case(what="late communication", lanes="late_comm"),
     Case(what="late compute, none", lanes="late_compute", rule="none"),
     Case(what="late compute, hidden", lanes="late_compute"),
