@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from overlap.chunk import ModelChunk
-from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.build import build_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.report import console, print_json, table
@@ -55,7 +56,9 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         control = make_control(args.control, chunk, options.microbatches)
         engine_type, broken = control.engine_type, control.broken
     batches = [random_microbatches(options, step) for step in range(args.steps)]
-    own = verify(chunk, batches, engine_type=engine_type)
+    # a slot that a control moves finds its parameters only if they are there for the whole step
+    prepare = partial(parallel, options=options, keep_together=args.control == "swap_slots")
+    own = verify(chunk, batches, engine_type=engine_type, prepare=prepare)
     verdicts = gather(world, own)
     verdict = merged(verdicts)
     status = EQUAL if verdict.equal else DIFFERENT

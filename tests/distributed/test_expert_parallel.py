@@ -58,7 +58,7 @@ def test_bad_input_is_named_on_every_rank(ranks: RankPool) -> None:
     ]
 
 
-def test_training_reports_the_mean_over_ranks(ranks: RankPool) -> None:
+def test_training_reports_once(ranks: RankPool) -> None:
     statuses, printed, answers = command_on(ranks, 2, f"train {TINY} --ep 2 --layers 1 --steps 2 --json")
     assert statuses == [0, 0]
     assert len(printed["losses"]) == 2

@@ -1,44 +1,63 @@
-"""Two ranks on GPUs: every case of ranks_cases, in one start of torchrun.
+"""Ranks on GPUs, through torchrun: with one GPU they share it and talk by gloo, with several each has its own and NCCL.
 
-On one GPU the ranks share it, through gloo and through mapped memory; with two or more, each has its own and
-collectives are NCCL's.
+Each rank is bitwise equal to its own reference on real streams.
 """
 
-from __future__ import annotations
-
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-from tests.gpu.ranks_cases import CASES, Case
+import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.distributed]
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-RANKS = 2
-LIMIT = 400.0
-"""Seconds for all cases."""
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = (
+    "--hidden 128 --heads 4 --ffn-width 256 --expert-width 96 --shared-width 96 --experts 8 --batch 2 --seq 64,48 "
+    "--layers 3 --steps 2 --microbatches 4 --json --device cuda"
+)
+HIDDEN = "--method uniform --num-layers 1 --replay hidden"
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What came of each case, by name."""
-    target = tmp_path_factory.mktemp("ranks") / "results.json"
-    start = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS)]
-    command = [sys.executable, "-m", *start, "-m", "tests.gpu.ranks_sweep", "--json", str(target)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
-    assert target.is_file(), done.stdout + done.stderr
-    return {result["name"]: result for result in json.loads(target.read_text())["cases"]}
+def run_ranks(backend: str, words: str) -> tuple[int, dict[str, object], str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    found = subprocess.run(
+        [*command, "-m", "tests.gpu.rank_worker", f"expect={backend}", *f"verify {SHAPE} {words}".split()],
+        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    return found.returncode, json.loads(found.stdout) if found.stdout else {}, found.stderr
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_ranks_are_equal_to_the_reference(case: Case, results: dict[str, dict[str, Any]]) -> None:
-    """Or differ, where something is broken on purpose."""
-    result = results[case.name]
-    assert "raised" not in result, result["raised"]
-    assert result["equal"] == (not case.broken), result
-    assert result["segments_alive"] <= (2 if "hidden" in case.rule else 1)
+CASES = [
+    f"--ep 2 {HIDDEN}",
+    f"--ep 2 {HIDDEN} --dtype bfloat16 --mtp 1 --mhc 2 --dropout 0.1",
+    "--ep 2 --method uniform --num-layers 2 --delay-wgrad --route first-rank",
+    "--ep 2 --method block --num-layers 2 --experts 2 --order single_queue",
+    f"--ep 2 {HIDDEN} --capacity 1.0 --dtype bfloat16 --debug-collectives",
+]
+
+
+@pytest.mark.parametrize("words", CASES)
+def test_two_ranks_on_one_gpu(words: str) -> None:
+    status, printed, err = run_ranks("gloo", f"{words} --backend gloo")
+    assert status == 0, err
+    assert printed["equal"] is True
+
+
+def test_a_control_fails_on_one_gpu() -> None:
+    """Negative control of the test above."""
+    status, printed, err = run_ranks("gloo", f"{CASES[0]} --backend gloo --control swap_slots")
+    assert status == 1, err
+    assert printed["equal"] is False
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("words", CASES)
+def test_two_ranks_on_two_gpus(words: str) -> None:
+    status, printed, err = run_ranks("nccl", words)
+    assert status == 0, err
+    assert printed["equal"] is True
