@@ -34,6 +34,8 @@ class Case:
     """Or `contiguous`."""
     broken: str = ""
     """What is broken on purpose; then it must differ."""
+    data: str = "replicas"
+    """How ranks share what is no expert: `replicas`, `fsdp` (needs NCCL), or `none`: gradients stay apart."""
     never_waits: bool = False
     """Another step is run, in which the host must not wait for the device."""
 
@@ -70,7 +72,15 @@ _WHATS = (
     Case(what="late communication", lanes="late_comm"),
     Case(what="late compute, none", lanes="late_compute", rule="none"),
     Case(what="late compute, hidden", lanes="late_compute"),
-    Case(what="against the contiguous step", against="contiguous", model=_DROPOUT),
+    Case(what="against the contiguous step", against="contiguous", data="none", model=_DROPOUT),
+    Case(what="fsdp, none", rule="none", data="fsdp", model=_DROPOUT),
+    Case(what="fsdp, exposed, multi_queue", rule="uniform1", data="fsdp", model=_DROPOUT),
+    Case(what="fsdp, hidden, multi_queue", data="fsdp", model=_DROPOUT),
+    Case(what="fsdp, hidden, single_queue", order="single_queue", delay_wgrad=True, data="fsdp", model=_DROPOUT),
+    Case(what="fsdp, mtp 1, mhc 4, hidden", data="fsdp", model=_DEPTHS),
+    Case(what="fsdp, float32, hidden", data="fsdp", model=_DROPOUT, dtype="float32"),
+    Case(what="fsdp, late communication", lanes="late_comm", data="fsdp"),
+    Case(what="fsdp, late compute", lanes="late_compute", data="fsdp"),
     Case(what="control: no seeds", model=_DROPOUT, broken="no_rng"),
 )
 
