@@ -42,7 +42,7 @@ def add_parser(commands: Any) -> None:
     job.add_argument(
         "--save",
         metavar="FILE|FOLDER",
-        help="write a checkpoint at the end: one process a file, several ranks a folder",
+        help="write a checkpoint at the end: a file, or a folder of several ranks",
     )
     job.add_argument("--resume", metavar="FILE|FOLDER", help="go on from a checkpoint")
     parser.set_defaults(run=run)

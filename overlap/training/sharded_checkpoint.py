@@ -66,7 +66,8 @@ def load_folder(folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimize
     run = json.loads((version / _RUN).read_text())
     if run.get("format") != FORMAT:
         raise ConfigError(field="resume", value=str(folder), rule=f"must be a checkpoint of format {FORMAT}")
-    check_config(folder, run["config"], config)
+    # as JSON has it: tuples are lists there
+    check_config(folder, run["config"], json.loads(json.dumps(dict(config))))
     saved = FileSystemReader(version).read_metadata().state_dict_metadata
     _start_state(chunk, optimizer, saved)
     state = {**_model_state(chunk, world), **_optimizer_state(chunk, optimizer, world), "rng": torch.get_rng_state()}

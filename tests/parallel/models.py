@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from overlap.chunk import ModelChunk
+from overlap.dispatch.all_to_all import AllToAll
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
@@ -20,7 +21,9 @@ from overlap.model import Decoder
 from overlap.model.config import ModelConfig
 from overlap.parallel.attach import DataSettings, make_parallel
 from overlap.parallel.layout import ParallelLayout
-from overlap.parallel.world import World, open_world
+from overlap.parallel.work_lanes import WorkLanes
+from overlap.parallel.works import Works
+from overlap.parallel.world import SOLO, World, open_world
 from overlap.verify import Verdict, verify
 
 VOCAB, SEQ = 32, 8
@@ -33,11 +36,15 @@ def world_of(*, ep: int = 1, seconds: float = 30.0) -> World:
     return open_world(layout, timeout=timedelta(seconds=seconds))
 
 
-def small_chunk(model: Mapping[str, Any] | None = None, **settings: Any) -> ModelChunk:
-    """The same on every rank."""
+def small_chunk(model: Mapping[str, Any] | None = None, world: World = SOLO, **settings: Any) -> ModelChunk:
+    """The same on every rank, except for the experts that expert parallelism splits."""
     shape = {"layers": 3, "dense_layers": 1, "hidden": 16, "ffn_width": 24, "expert_width": 12, "shared_width": 12}
     config = ModelConfig(**{**shape, "vocab": VOCAB, "max_seq": SEQ, **(model or {})})
-    return ModelChunk(Decoder(config, seed=3), **settings)
+    if world.layout.ep == 1:
+        return ModelChunk(Decoder(config, seed=3), world=world, **settings)
+    works = Works()
+    module = Decoder(config, transport=AllToAll(world.ep_group, works, world.collectives), seed=3)
+    return ModelChunk(module, lanes=WorkLanes(works), world=world, **settings)
 
 
 def feeds_of(rank: int, microbatches: int, step: int = 0) -> list[Feeds]:
@@ -49,7 +56,7 @@ def feeds_of(rank: int, microbatches: int, step: int = 0) -> list[Feeds]:
 
 def parallel_chunk(world: World, data: DataSettings, model: Mapping[str, Any] | None = None, **kw: Any) -> ModelChunk:
     """A small chunk on several ranks."""
-    return make_parallel(small_chunk(model, world=world, **kw), data)
+    return make_parallel(small_chunk(model, world, **kw), data)
 
 
 def verify_parallel(world: World, data: DataSettings, chunk: ModelChunk, microbatches: int = 3, **kw: Any) -> Verdict:
@@ -73,6 +80,20 @@ def gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
 def state(chunk: ModelChunk) -> dict[str, Tensor | None]:
     """Whole parameters and buffers by name."""
     return {name: whole(value) for name, value in chunk.module.state_dict().items()}
+
+
+def experts_of_all(chunk: ModelChunk, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """The tensors, those of split experts put together from all ranks of the expert group."""
+    world = chunk.world
+    found = {}
+    for name, tensor in tensors.items():
+        assert tensor is not None
+        found[name] = tensor
+        if ".experts." in name and world.layout.ep > 1:
+            parts = [torch.empty_like(tensor) for _ in range(world.layout.ep)]
+            dist.all_gather(parts, tensor.contiguous(), group=world.ep_group)
+            found[name] = torch.cat(parts)
+    return found
 
 
 class Order:
