@@ -17,7 +17,7 @@ from overlap.model.fused import fused, kernels
 
 _ALIGNMENT = 16
 """Bytes that row strides must be a multiple of in the device kernel."""
-_PIECE_BYTES = 64 * 2**20
+_PIECE_BYTES = 96 * 2**20
 """Largest piece of a weight gradient that is added in pieces."""
 _TILE = 256
 """Columns that a piece is a multiple of, so that the kernel's tiles are full."""

@@ -31,7 +31,7 @@ def test_counts_are_checked() -> None:
 
 
 @pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 512), (1, 64 * 2**20), (2**30, 256)])
-def test_pieces_are_whole_tiles_below_64_mib(column_bytes: int, width: int) -> None:
+def test_pieces_are_whole_tiles_below_96_mib(column_bytes: int, width: int) -> None:
     assert _piece_width(column_bytes) == width
 
 
