@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.errors import ProgramError
-from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, Trainable
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,9 @@ class ProgramBuilder:
         self._shared: dict[str, Trainable] = {}
         self._mtp: set[int] = set()
         self._feed_checks: list[Callable[[Mapping[str, Any]], None]] = []
+        self._step_states: list[StepState] = []
         self._layer: int | None = None
+        self._context: Callable[[], AbstractContextManager[object]] | None = None
 
     def input(self, name: str, *, needs_grad: bool = False) -> Value:
         """Declare a value that the caller feeds for every microbatch."""
@@ -49,6 +51,10 @@ class ProgramBuilder:
     def check_feeds(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Have every microbatch's feeds checked before a step; `check` raises a ConfigError that names the feed."""
         self._feed_checks.append(check)
+
+    def step_state(self, state: StepState) -> None:
+        """Declare state that moves on once per step."""
+        self._step_states.append(state)
 
     def parameter(self, name: str, parameter: Trainable) -> Value:
         """Make a parameter that several stages read (a tied embedding) a value.
@@ -62,17 +68,27 @@ class ProgramBuilder:
         return Value(value)
 
     @contextmanager
-    def layer(self, index: int, *, mtp: bool = False) -> Iterator[None]:
-        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths)."""
+    def layer(
+        self, index: int, *, mtp: bool = False, context: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> Iterator[None]:
+        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths).
+
+        Args:
+            index: The layer.
+            mtp: Whether it is an MTP depth.
+            context: What its compute stages run their forward in, unless they name their own.
+        """
         if self._layer is not None:
             raise ProgramError(f"layer {index} begins inside layer {self._layer}: layers do not nest")
         self._layer = index
+        self._context = context
         if mtp:
             self._mtp.add(index)
         try:
             yield
         finally:
             self._layer = None
+            self._context = None
 
     def compute(
         self,
@@ -105,7 +121,7 @@ class ProgramBuilder:
             state: Buffers that `forward` changes in place.
             draws_rng: Whether `forward` draws random numbers in training.
             parameters: Parameters that `forward` reads.
-            context: Precision context to enter around `forward`.
+            context: Precision context to enter around `forward`; None: the layer's.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -126,7 +142,7 @@ class ProgramBuilder:
             state=tuple(state),
             draws_rng=draws_rng,
             parameters=tuple(parameters),
-            context=context,
+            context=self._context if context is None else context,
         )
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)
@@ -169,6 +185,7 @@ class ProgramBuilder:
             outputs=tuple(value.name for value in outputs),
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
+            step_states=tuple(self._step_states),
         )
 
     def _weights(self) -> tuple[Stage, ...]:

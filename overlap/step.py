@@ -195,12 +195,14 @@ def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) ->
 
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
-    """Apply the step's effects once, in microbatch order, then program order (R5)."""
+    """Apply the step's effects once, in microbatch order, then program order (R5); then step states move on."""
     place: Mapping[str, int] = {value: program.position[stage.key] for value, stage in program.producers.items()}
     with torch.no_grad():
         for owner in states:
             for effect, value in sorted(owner.effects, key=lambda item: place[item[0].value]):
                 effect.apply(value)
+        for moving in program.step_states:
+            moving.advance()
 
 
 def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int | None) -> dict[int, MicrobatchState]:
@@ -235,7 +237,8 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
 @contextmanager
 def _rollback(program: Program, *, always: bool = False) -> Iterator[None]:
     """Put in-place state back if the step fails (always: also if it does not)."""
-    buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
+    changed = [*(stage.state for stage in program.stages), *(moving.buffers for moving in program.step_states)]
+    buffers = [(live, state.take(live)) for live in changed if live]
     done = False
     try:
         yield
