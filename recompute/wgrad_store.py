@@ -1,9 +1,9 @@
 """Weight gradients of an external module, one that has a queue of its own for those that are put off.
 
-Such a module (Transformer Engine's) drains its queue first in, first out and writes `.grad` itself, over what was there.
-With several microbatches in flight, or a weight with hooks, that is not what a W slot means. So each call gets a store
-of its own in the queue's place, and sees its weight through stand-ins: what it puts into the store is computed or put
-off like any other weight gradient here, and reaches the weight through autograd.
+Such a module (Transformer Engine's) drains its queue first in, first out and writes `.grad` itself, over what was
+there. With several microbatches in flight, or a weight with hooks, that is not what a W slot means. So each call gets
+a store of its own in the queue's place, and sees its weight through stand-ins: what it puts into the store is computed
+or put off like any other weight gradient here, and reaches the weight through autograd.
 """
 
 from __future__ import annotations
