@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlap.backends import load_backend
 from overlap.chunk import ModelChunk
 from overlap.cli.options import Options
 from overlap.dispatch import LocalTransport, Transport
@@ -48,9 +49,12 @@ def build_chunk(options: Options) -> ModelChunk:
         raise ConfigError(
             field="device", value=options.device, rule="this machine or this torch build has no such device"
         )
+    module = module.to(device)
+    if isinstance(module, Decoder):
+        module = load_backend(options.backend.name, options.backend.fp8).convert(module)
     lanes: Lanes = NullLanes() if device.type == "cpu" else StreamLanes(device)
     return ModelChunk(
-        module.to(device),
+        module,
         recompute=options.recompute,
         order=load_order(options.order, options.recompute.replay),
         delay_wgrad=options.delay_wgrad,

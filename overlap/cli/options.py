@@ -5,6 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
+from overlap.cli.backend_options import (
+    BackendOptions,
+    add_backend_options,
+    describe_backend,
+    read_backend_options,
+)
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
@@ -41,6 +47,7 @@ class Options:
     device: str
     transport: str
     loopback_scale: float
+    backend: BackendOptions
     json: bool
 
 
@@ -97,6 +104,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--loopback-scale", type=float, metavar="X", help="share of the bytes that host_loopback moves (default 1)"
     )
+    add_backend_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     parser.set_defaults(default_of=parser.get_default)
 
@@ -146,6 +154,7 @@ def read_options(args: argparse.Namespace) -> Options:
         device=args.device,
         transport=args.transport,
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
+        backend=read_backend_options(args),
         json=args.json,
     )
 
@@ -201,4 +210,5 @@ def describe(options: Options) -> dict[str, object]:
         "device": options.device,
         "transport": options.transport,
         "loopback_scale": options.loopback_scale,
+        **describe_backend(options.backend),
     }

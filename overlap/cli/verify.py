@@ -6,11 +6,14 @@ import argparse
 import sys
 from typing import Any
 
+import torch
+
 from overlap.cli.build import build_chunk, random_microbatches
-from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.report import console, print_json, table
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
+from overlap.reproduce import deterministic, reproduce
 from overlap.verify import TensorsCompared, Verdict, step_facts, verify
 from recompute.errors import ConfigError
 
@@ -27,6 +30,7 @@ def add_parser(commands: Any) -> None:
     )
     add_shared_options(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
+    parser.add_argument("--reproduce", action="store_true", help="run each arm twice first (always with --device cuda)")
     parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
     parser.set_defaults(run=run)
 
@@ -34,6 +38,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify and report; returns the exit status."""
     options = read_options(args)
+    with deterministic(torch.device(options.device)):
+        return _verify(args, options)
+
+
+def _verify(args: argparse.Namespace, options: Options) -> int:
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     chunk = build_chunk(options)
@@ -44,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
         engine_type, broken = control.engine_type, control.broken
         print(f"control {args.control}: {broken}", file=sys.stderr)
     batches = [random_microbatches(options, step) for step in range(args.steps)]
+    twice = args.reproduce or options.device != "cpu"
+    arms = reproduce(chunk, batches, engine_type=engine_type) if twice else {}
     verdict = verify(chunk, batches, engine_type=engine_type)
     facts = step_facts(chunk, options.microbatches)
     payload = {
@@ -61,11 +72,13 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.control is not None:
         payload["broken"] = broken
+    if arms:
+        payload["reproduces"] = {name: arm.equal for name, arm in arms.items()}
     if options.json:
         print_json(payload)
     else:
         _show(verdict, payload)
-    return EQUAL if verdict.equal else DIFFERENT
+    return EQUAL if verdict.equal and all(arm.equal for arm in arms.values()) else DIFFERENT
 
 
 def _compared(result: TensorsCompared) -> dict[str, object]:
@@ -94,6 +107,8 @@ def _show(verdict: Verdict, payload: dict[str, Any]) -> None:
             ),
         )
     )
+    for name, same in payload.get("reproduces", {}).items():
+        console.print(f"arm {name}, run twice: {'equal' if same else 'different: the comparison says nothing'}")
     for name in (*verdict.gradients.different, *verdict.buffers.different):
         console.print(f"  differs: {name}")
     slots = "  ".join(f"{op} {count}" for op, count in payload["slots"].items())

@@ -1,0 +1,51 @@
+"""Does an arm of a comparison reproduce itself? Before two arms are compared, each is run twice (R3)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+
+from overlap.chunk import ModelChunk
+from overlap.engine import Engine, Feeds
+from overlap.reference import reference_step
+from overlap.step import train_step
+from overlap.verify import Step, Verdict, compare_steps
+
+
+def reproduce(
+    chunk: ModelChunk, batches: Sequence[Sequence[Feeds]], *, engine_type: Callable[..., Engine] = Engine
+) -> Mapping[str, Verdict]:
+    """Run each arm of verify() twice and compare it with itself.
+
+    Args:
+        chunk: The model and its settings; left as it is.
+        batches: The microbatches of each step.
+        engine_type: What runs the plans of the overlapped arm.
+
+    Returns:
+        A verdict per arm, `reference` and `overlap`; where one is not equal, a comparison of the arms says nothing.
+    """
+    arms: Mapping[str, Step] = {
+        "reference": reference_step,
+        "overlap": partial(train_step, engine_type=engine_type),
+    }
+    return {name: compare_steps(chunk, batches, step, step) for name, step in arms.items()}
+
+
+@contextmanager
+def deterministic(device: torch.device) -> Iterator[None]:
+    """Deterministic algorithms inside, on a device that has others; on a CPU nothing changes."""
+    if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    # Read when the library is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
