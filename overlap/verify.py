@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
 from overlap.plan import segments_of
 from overlap.reference import reference_step
-from overlap.step import Losses, step_plans, train_step
+from overlap.step import Losses, agree_on_step, step_plans, train_step
 
 Step = Callable[[ModelChunk, Sequence[Feeds]], list[Losses]]
 """step(chunk, microbatches) adds gradients and returns the losses."""
@@ -60,6 +61,17 @@ class Verdict:
         """Whether nothing differs."""
         same = not self.gradients.different and not self.buffers.different
         return self.loss_equal and self.rng_equal and same
+
+
+def merged(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict over several ranks: equal if every rank's is."""
+    return Verdict(
+        loss_equal=all(verdict.loss_equal for verdict in verdicts),
+        gradients=reduce(TensorsCompared.merged, (verdict.gradients for verdict in verdicts)),
+        buffers=reduce(TensorsCompared.merged, (verdict.buffers for verdict in verdicts)),
+        rng_equal=all(verdict.rng_equal for verdict in verdicts),
+        max_live_segments=max(verdict.max_live_segments for verdict in verdicts),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,8 +126,11 @@ def verify(
         The verdict over all steps.
 
     Raises:
+        ConfigError: Ranks have different settings.
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
+    for microbatches in batches[:1]:
+        agree_on_step(chunk, len(microbatches))
     peak = 0
 
     def overlapped(side: ModelChunk, microbatches: Sequence[Feeds]) -> list[Losses]:
@@ -159,7 +174,7 @@ def compare_steps(chunk: ModelChunk, batches: Sequence[Sequence[Feeds]], expecte
         for side, optimizer in zip(sides, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            update_expert_bias(side)
+            update_expert_bias(side, side.world)
     return Verdict(
         loss_equal=loss_equal, gradients=gradients, buffers=buffers, rng_equal=rng_equal, max_live_segments=0
     )

@@ -10,16 +10,18 @@ from recompute.errors import ConfigError
 if TYPE_CHECKING:
     from overlap.model.backend import Backend
     from overlap.model.fp8 import Fp8Config
+    from overlap.parallel.world import World
 
 BACKENDS = ("torch", "te")
 
 
-def load_backend(name: str, fp8: Fp8Config | None = None) -> Backend:
+def load_backend(name: str, fp8: Fp8Config | None = None, world: World | None = None) -> Backend:
     """A backend by name.
 
     Args:
         name: One of `BACKENDS`.
         fp8: Low precision; `te` only.
+        world: This rank, if others hold the same weights: scales of recipe `delayed` are theirs too.
 
     Raises:
         ConfigError: An unknown name, a package or a device that is missing, fp8 with torch.
@@ -36,5 +38,6 @@ def load_backend(name: str, fp8: Fp8Config | None = None) -> Backend:
     except ImportError as error:
         rule = f"needs Transformer Engine: pip install moe-recompute-overlap[te] ({error})"
         raise ConfigError(field="backend", value=name, rule=rule) from error
-    made = module.TEBackend(fp8)
+    groups = None if world is None else world.groups
+    made = module.TEBackend(fp8) if groups is None else module.TEBackend(fp8, groups.data, groups.expert_data)
     return made

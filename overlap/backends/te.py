@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from overlap.backends.te_attention import TECoreAttention, TENorm
-from overlap.backends.te_layers import TELinear, from_torch_experts
+from overlap.backends.te_layers import TEExperts, TELinear, from_torch_experts
 from overlap.backends.te_scaling import DelayedState, advance, make_recipe, precision
 from overlap.ir import StepState
 from overlap.model.attention import CoreAttention
@@ -32,17 +32,24 @@ class TEBackend:
 
     Args:
         fp8: Recipe and layers of low precision; None: none.
-        amax_group: Over which maxima of recipe `delayed` are reduced, once per step.
+        amax_group: Ranks with the same weights: maxima of recipe `delayed` are reduced over it, once per step.
+        expert_amax_group: The same for experts.
 
     Raises:
         ConfigError: The device cannot run the recipe.
     """
 
-    def __init__(self, fp8: Fp8Config | None = None, amax_group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        fp8: Fp8Config | None = None,
+        amax_group: ProcessGroup | None = None,
+        expert_amax_group: ProcessGroup | None = None,
+    ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(field="backend", value="te", rule="needs an NVIDIA GPU: Transformer Engine has no others")
         self.fp8 = fp8
         self._group = amax_group
+        self._expert_group = expert_amax_group
         self._recipe = None if fp8 is None else make_recipe(fp8)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TEBackend:
@@ -74,11 +81,18 @@ class TEBackend:
 
     def step_states(self, model: Decoder) -> tuple[StepState, ...]:
         """The maxima of delayed scaling."""
-        states = [module for module in model.modules() if isinstance(module, DelayedState)]
-        if not states:
-            return ()
-        buffers = tuple(state.part("amax", mode) for state in states for mode in ("forward", "backward"))
-        return (StepState(buffers=buffers, advance=partial(advance, states, self._recipe, self._group)),)
+        experts = [layer for layer in model.modules() if isinstance(layer, TEExperts)]
+        theirs = [state for layer in experts for state in layer.modules() if isinstance(state, DelayedState)]
+        known = {id(state) for state in theirs}
+        others = [state for state in model.modules() if isinstance(state, DelayedState) and id(state) not in known]
+        return tuple(
+            StepState(
+                buffers=tuple(state.part("amax", mode) for state in states for mode in ("forward", "backward")),
+                advance=partial(advance, states, self._recipe, group),
+            )
+            for states, group in ((others, self._group), (theirs, self._expert_group))
+            if states
+        )
 
     def check_feeds(self, feeds: Mapping[str, Any]) -> None:
         """Products in 8 bits want a multiple of tokens."""
@@ -113,7 +127,7 @@ class TEBackend:
         if type(module) is GroupedExperts:
             self._check_widths(recipe, where, *module.gate_up.shape[1:], *module.down.shape[1:])
             multiple = 1 if recipe is None or self.fp8 is None else ROW_MULTIPLE[self.fp8.recipe]
-            return from_torch_experts(module.gate_up, module.down, recipe, multiple)
+            return from_torch_experts(module, recipe, multiple)
         return module
 
     def _check_widths(self, recipe: Any, where: str, *widths: int) -> None:

@@ -6,15 +6,18 @@ Legend: N rows sorted by expert, C hidden, E experts, W inner width.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from overlap.backends.te_products import GroupedProduct, Product
 from overlap.backends.te_scaling import make_state
-from overlap.dispatch import Routing
+from overlap.dispatch import Arrival, Routing
+from overlap.model.experts import GroupedExperts
+from overlap.model.init import Sliced
 from overlap.model.row_padding import make_padding
 from overlap.model.swiglu import swiglu
 
@@ -64,18 +67,22 @@ class TELinear(TELayer):
         return self._product(self.weight, x)
 
 
-class TEExperts(TELayer):
+class TEExperts(TELayer, Sliced):
     """In the place of model.experts.GroupedExperts, whose matrices are [E, I, O]; these are [E, O, I].
 
     Args:
+        whole: Experts of the layer, over all ranks.
+        held: Those whose weights are here; E of them.
         gate_up: [E, 2*W, C].
         down: [E, C, W].
         recipe: Transformer Engine's recipe, or None.
         multiple: What the rows of an expert are padded to a multiple of.
     """
 
-    def __init__(self, gate_up: nn.Parameter, down: nn.Parameter, recipe: Any, multiple: int) -> None:
-        super().__init__()
+    def __init__(
+        self, whole: int, held: range, gate_up: nn.Parameter, down: nn.Parameter, recipe: Any, multiple: int
+    ) -> None:
+        super().__init__(whole, held)
         self.gate_up = gate_up
         self.down = down
         self.recipe = recipe
@@ -89,19 +96,35 @@ class TEExperts(TELayer):
         self._first = GroupedProduct(self.gate_up, self.recipe, self.gate_up_scaling)
         self._second = GroupedProduct(self.down, self.recipe, self.down_scaling)
 
-    def forward(self, rows: Tensor, probs: Tensor, routing: Routing) -> Tensor:
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
-        padding = make_padding(routing.counts, routing.counts.tolist(), rows.shape[0], self.multiple)
+        padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
         inner = self._first(self.gate_up, padding.pad(rows), padding.splits)
         weighted = swiglu(inner, padding.pad(probs)).to(rows.dtype)
         return padding.unpad(self._second(self.down, weighted, padding.splits))
 
 
-def from_torch_experts(gate_up: Tensor, down: Tensor, recipe: Any, multiple: int) -> TEExperts:
+_ON_HOST: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()
+"""Counts that were read once; an entry goes with its tensor."""
+
+
+def host_counts(counts: Tensor) -> list[int]:
+    """Rows of each expert, on the host.
+
+    The host waits for the device once: a replay and the backward get the arrival that the first pass pinned, with the
+    very tensor that was read there (R7).
+    """
+    known = _ON_HOST.get(counts)
+    if known is None:
+        known = _ON_HOST[counts] = counts.tolist()
+    return known
+
+
+def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int) -> TEExperts:
     """The same experts: [E, I, O] -> [E, O, I], each matrix contiguous."""
     with torch.no_grad():
-        parameters = [
+        gate_up, down = (
             nn.Parameter(weight.transpose(1, 2).contiguous(), requires_grad=weight.requires_grad)
-            for weight in (gate_up, down)
-        ]
-    return TEExperts(*parameters, recipe, multiple)
+            for weight in (experts.gate_up, experts.down)
+        )
+    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple)

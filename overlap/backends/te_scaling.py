@@ -105,7 +105,7 @@ def advance(states: Sequence[DelayedState], recipe: Any, group: ProcessGroup | N
     for mode, _ in _MODES:
         maxima = [state.part("amax", mode) for state in states]
         together = torch.cat(maxima)
-        if recipe.reduce_amax and torch.distributed.is_initialized():
+        if recipe.reduce_amax and group is not None:
             torch.distributed.all_reduce(together, op=torch.distributed.ReduceOp.MAX, group=group)
         tex.fused_amax_and_scale_update_after_reduction(
             together,
