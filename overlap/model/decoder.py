@@ -92,8 +92,9 @@ class Decoder(nn.Module):
         # shared parameters come last among a stage's reads, so a tied matrix is handed over like one of them
         bound = weights.bind(self.head, (*reads, *tied), (self.head,))
         losses = b.compute(
-            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True, parameters=bound.parameters
-        )
+            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True,
+            parameters=bound.parameters, state=bound.state,
+        )  # fmt: skip
         for name, loss in zip(self.head.loss_names, losses, strict=True):
             b.loss(loss, self.head.loss_weight(name))
         return b.build()

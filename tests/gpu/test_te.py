@@ -159,7 +159,7 @@ def test_control_with_moved_scales_differs():
 def test_delayed_scales_move_once_per_step():
     """Row 10: a step is one entry of every history, with recompute and without; evaluation and failure are none."""
     chunk = make_chunk("delayed", "uniform1")
-    state = chunk.module.get_submodule("layers.0.attn.attention.query.scaling.0")
+    state: Any = chunk.module.get_submodule("layers.0.attn.attention.query.scaling.0")
     data = batches(chunk.module.config, steps=3)
     newest = []
     for step, microbatches in enumerate(data):
