@@ -90,6 +90,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--per-token-loss", action="store_true", help="mean over all tokens of a step")
     model.add_argument("--dtype", default=str(default.dtype), help=f"one of {', '.join(DType)}")
     _add_token_options(model)
+    add_backend_options(parser)
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
     step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
@@ -119,7 +120,6 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument(
         "--loopback-scale", type=float, metavar="X", help="share of the bytes that host_loopback moves (default 1)"
     )
-    add_backend_options(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     parser.set_defaults(default_of=parser.get_default)
 
