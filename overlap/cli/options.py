@@ -110,9 +110,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
-    step.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1: small shapes gain little)"
-    )
+    step.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1)")
     step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
     step.add_argument(
         "--transport", choices=TRANSPORTS, help="how tokens reach their experts (default local, all_to_all with --ep)"

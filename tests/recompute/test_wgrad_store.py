@@ -49,7 +49,7 @@ def pack(objects: Sequence[Any], function: Callable[..., Any]) -> Job:
 
 def call(weight: Tensor, x: Tensor) -> Tensor:
     seen, store = stand_ins(weight, pack, split=True)
-    result: Tensor = _External.apply(x, store, *seen)  # type: ignore[no-untyped-call]
+    result: Tensor = _External.apply(x, store, *seen)
     return result
 
 
