@@ -123,7 +123,7 @@ def saved_config(options: Options) -> dict[str, object]:
         "transport",
         "loopback_scale",
         "debug_collectives",
-        "backend",
+        "collective_backend",
     }
     return {name: value for name, value in describe(options).items() if name not in how}
 
