@@ -3,6 +3,12 @@
 Transformer Engine's modules hold no weight here (theirs are on the meta device): every call sees the weight through
 stand-ins, and hands its weight gradient to a store of its own (recompute.wgrad_store). There is no queue of a module to
 drain in order, and shared weights are values as everywhere.
+
+NOTE [ Weights in 8 bits are not kept ]
+A graph would hold its own copy of every quantised weight, in two layouts: as many bytes as the weight itself, per layer
+and microbatch in flight. Transformer Engine knows weights that are gathered anew for backward (its contract for
+distributed weights); the stand-ins answer to it, and backward quantises again what is in the parameter. The weight has
+not changed, scales are constant within a step, so the numbers are the same.
 Legend: E experts, I and O inner and outer width.
 """
 
@@ -15,6 +21,7 @@ from typing import Any
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from overlap.backends.te_scaling import DelayedState, keep_out_of_process_lists
 from recompute.wgrad_store import NO_STORE, Job, stand_ins
@@ -43,6 +50,9 @@ class Product:
         """[..., I] -> [..., O]."""
         module = self._module
         (seen,), store = stand_ins(weight, partial(_linear_job, weight.dtype))
+        if store is not NO_STORE and FP8GlobalStateManager.is_fp8_enabled():
+            # Quantised again by the module itself.
+            _rebuild_for_backward((seen,), weight.detach(), _as_it_is, weight.detach())
         module._parameters["weight"] = seen
         module.__dict__["wgrad_store"] = store
         try:
@@ -85,6 +95,8 @@ class GroupedProduct:
         for name, matrix in zip(self._names, seen, strict=True):
             matrix.main_grad = self._nowhere  # type: ignore[attr-defined]  # Transformer Engine's
             module._parameters[name] = matrix
+        if store is not NO_STORE and FP8GlobalStateManager.is_fp8_enabled():
+            _rebuild_for_backward(seen, weight.detach(), partial(_quantised, module), self._nowhere)
         module.__dict__["wgrad_store"] = store
         try:
             result: Tensor = module(x, list(splits))
@@ -100,6 +112,54 @@ def _prepare(module: Any, recipe: Any, states: nn.ModuleList, products: int) -> 
     for state in states:
         if isinstance(state, DelayedState):
             state.bind(module, recipe, products)
+
+
+def _rebuild_for_backward(
+    seen: Sequence[Tensor], weight: Tensor, rebuild: Callable[[list[Tensor]], list[Any]], nowhere: Tensor
+) -> None:
+    """Have the module drop what it made of a weight after its forward, and ask for it again in backward.
+
+    The functions hold the weight, not the stand-ins: those would hold themselves.
+    """
+
+    def matrices() -> list[Tensor]:
+        return list(weight.unbind(0)) if len(seen) > 1 or weight.ndim > seen[0].ndim else [weight]
+
+    leader: Any = seen[0]
+    leader.is_distributed_weight = True
+    leader.materialize_group_for_forward = lambda: [matrix.detach().requires_grad_() for matrix in matrices()]
+    leader.materialize_group_for_backward = lambda: rebuild(matrices())
+    leader.finalize_group_grads = _no_gradients
+    for matrix in seen:
+        matrix.grad_buffer = partial(_itself, nowhere)  # type: ignore[attr-defined]  # Transformer Engine's
+
+
+def _as_it_is(matrices: list[Tensor]) -> list[Any]:
+    return matrices
+
+
+def _quantised(module: Any, matrices: list[Tensor]) -> list[Any]:
+    """Weights of a grouped product as its input gradient needs them: by columns only."""
+    first, stride = module._offsets["weight"], module._num_fp8_tensors_per_gemm["fwd"]
+    quantisers = module.quantizers["scaling_fwd"][first::stride]
+    results: list[Any] = []
+    for matrix, quantiser in zip(matrices, quantisers, strict=True):
+        quantiser.internal = True
+        # With one scale per tensor the columns are made from the rows.
+        quantiser.set_usage(rowwise=not isinstance(quantiser, te.Float8BlockQuantizer), columnwise=True)
+        result = quantiser(matrix)
+        result.update_usage(rowwise_usage=False, columnwise_usage=True)
+        results.append(result)
+    return results
+
+
+def _no_gradients(gradients: Any) -> Any:
+    """The store has them."""
+    return [None] * len(gradients) if type(gradients) is list else None
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _flat(objects: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Callable[..., list[Any]]]:
