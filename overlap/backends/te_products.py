@@ -122,10 +122,12 @@ def _rebuild_for_backward(
     The functions hold the weight, not the stand-ins: those would hold themselves.
     """
 
-    def matrices() -> list[Tensor]:
-        return list(weight.unbind(0)) if len(seen) > 1 or weight.ndim > seen[0].ndim else [weight]
-
     leader: Any = seen[0]
+    split = weight.ndim > leader.ndim
+
+    def matrices() -> list[Tensor]:
+        return list(weight.unbind(0)) if split else [weight]
+
     leader.is_distributed_weight = True
     leader.materialize_group_for_forward = lambda: [matrix.detach().requires_grad_() for matrix in matrices()]
     leader.materialize_group_for_backward = lambda: rebuild(matrices())
