@@ -121,7 +121,6 @@ def _rebuild_for_backward(
 
     The functions hold the weight, not the stand-ins: those would hold themselves.
     """
-
     leader: Any = seen[0]
     split = weight.ndim > leader.ndim
 
