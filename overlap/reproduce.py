@@ -8,12 +8,16 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
 from overlap.reference import reference_step
 from overlap.step import train_step
 from overlap.verify import Step, Verdict, compare_steps
+
+ATTENTION = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""torch's attention whose backward reproduces itself, the first that takes the shapes."""
 
 
 def reproduce(
@@ -38,7 +42,7 @@ def reproduce(
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """Deterministic algorithms inside, on a device that has others; on a CPU nothing changes."""
+    """Deterministic algorithms and attention inside, on a device that has others; on a CPU nothing changes."""
     if device.type == "cpu" or torch.are_deterministic_algorithms_enabled():
         yield
         return
@@ -46,6 +50,7 @@ def deterministic(device: torch.device) -> Iterator[None]:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with sdpa_kernel(ATTENTION):
+            yield
     finally:
         torch.use_deterministic_algorithms(False)

@@ -255,3 +255,21 @@ def test_bad_shapes_are_refused():
         train_step(chunk, [{"ids": short, "labels": short}])
     with pytest.raises(ConfigError, match="on a GPU before"):
         load_backend("te").convert(Decoder(ModelConfig(**SHAPE)))
+
+
+def test_the_same_model_as_torchs():
+    """Same parameters by name, same numbers but for rounding; an expert's matrix is stored transposed."""
+    config = ModelConfig(**SHAPE)
+    data = batches(config)[0]
+    chunks = {
+        name: ModelChunk(load_backend(name).convert(Decoder(config, seed=0).to(DEVICE)), lanes=StreamLanes(DEVICE))
+        for name in ("torch", "te")
+    }
+    names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks.values()]
+    assert names[0] == names[1]
+    losses = {name: [float(item["loss"]) for item in train_step(chunk, data)] for name, chunk in chunks.items()}
+    assert losses["te"] == pytest.approx(losses["torch"], rel=0.01)
+    gate_up = [chunk.module.get_parameter("layers.0.experts.gate_up").grad for chunk in chunks.values()]
+    assert gate_up[1].transpose(1, 2).shape == gate_up[0].shape
+    difference = (gate_up[1].transpose(1, 2) - gate_up[0]).float().norm() / gate_up[0].float().norm()
+    assert float(difference) < 0.05
