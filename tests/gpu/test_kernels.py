@@ -11,6 +11,7 @@ from overlap.model.attention import LatentAttention
 from overlap.model.fused import fused
 from overlap.model.latent_heads import turned
 from overlap.model.rope import Rotary
+from overlap.model.router import Router
 
 pytestmark = pytest.mark.gpu
 
@@ -38,15 +39,15 @@ def test_swiglu(rows, width, weighted, dtype, monkeypatch):
     x = leaf(rows, 2 * width, dtype=dtype)
     probs = leaf(rows, dtype=torch.float32) if weighted else None
     leaves = [x] if probs is None else [x, probs]
-    grad = torch.randn(rows, width, device=DEVICE, dtype=dtype)
+    grad = torch.randn(rows, width, device=DEVICE, dtype=dtype) / width**0.5
     assert fused(x.detach())
-    results = []
-    for ours in (True, False):
-        monkeypatch.setattr(swiglu, "fused", lambda x, ours=ours: ours)
-        out = swiglu.swiglu(x, probs)
-        results.append([out, *torch.autograd.grad(out, leaves, grad)])
-    for found, expected in zip(*results, strict=True):
-        close(found, expected)
+    out = swiglu.swiglu(x, probs)
+    results = [out, *torch.autograd.grad(out, leaves, grad)]
+    monkeypatch.setattr(swiglu, "fused", lambda x: False)
+    wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    out = swiglu.swiglu(*wide)
+    for found, expected in zip(results, [out, *torch.autograd.grad(out, wide, grad.double())], strict=True):
+        close(found, expected.to(found.dtype))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -65,3 +66,22 @@ def test_latent_heads(packed, dtype):
         results.append([*outputs, *torch.autograd.grad(outputs, (queries, expanded, latent), grads)])
     for found, expected in zip(*results, strict=True):
         close(found, expected)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"score": "softmax", "topk": 3}, {"topk": 1}, {"route_scale": 2.5}])
+def test_router(settings, padded, monkeypatch):
+    config = ModelConfig(**{"hidden": 64, "experts": 12, "topk": 4, **settings})
+    router = Router(config).to(DEVICE)
+    torch.nn.init.normal_(router.weight)
+    x = leaf(50, 64, dtype=torch.float32)
+    padding = torch.arange(50, device=DEVICE) % 3 == 1 if padded else None
+    results = []
+    for ours in (True, False):
+        monkeypatch.setattr("overlap.model.router.fused", lambda x, ours=ours: ours)
+        routed = router(x, padding=padding)
+        outputs = [routed.probs, *routed.losses]
+        grads = torch.autograd.grad([out.square().sum() for out in outputs], (x, router.weight))
+        results.append([*outputs, *grads, routed.routing.source.float()])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
