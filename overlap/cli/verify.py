@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
-from overlap.cli.parallel_options import add_parallel_options, joined
+from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.report import console, print_json, table
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
@@ -68,13 +70,27 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     verdicts = gather(world, own)
     verdict = merged(verdicts)
     status = EQUAL if verdict.equal and all(steady.values()) else DIFFERENT
-    if world.rank:
-        return status
+    if not world.rank:
+        _report(verdicts, verdict, steady, chunk, options, args, broken)
+    if status != EQUAL:
+        leave_together(world)
+    return status
+
+
+def _report(
+    verdicts: Sequence[Verdict],
+    verdict: Verdict,
+    steady: Mapping[str, bool],
+    chunk: ModelChunk,
+    options: Options,
+    args: argparse.Namespace,
+    broken: str | None,
+) -> None:
     if args.control is not None:
         print(f"control {args.control}: {broken}", file=sys.stderr)
     payload = _payload(verdict, step_facts(chunk, options.microbatches))
-    if world.size > 1:
-        payload["ranks"] = [{"rank": rank, **_summary(verdict)} for rank, verdict in enumerate(verdicts)]
+    if len(verdicts) > 1:
+        payload["ranks"] = [{"rank": rank, **_summary(own)} for rank, own in enumerate(verdicts)]
     payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
     if args.control is not None:
         payload["broken"] = broken
@@ -84,7 +100,6 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         print_json(payload)
     else:
         _show(verdict, payload)
-    return status
 
 
 def _payload(verdict: Verdict, facts: StepFacts) -> dict[str, Any]:
