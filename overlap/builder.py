@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.errors import ProgramError
-from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, Trainable
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,9 @@ class ProgramBuilder:
         self._registered: dict[str, Callable[[], Any]] = {}
         self._mtp: set[int] = set()
         self._feed_checks: list[Callable[[Mapping[str, Any]], None]] = []
+        self._step_states: list[StepState] = []
         self._layer: int | None = None
+        self._context: Callable[[], AbstractContextManager[object]] | None = None
 
     def input(self, name: str, *, needs_grad: bool = False) -> Value:
         """Declare a value that the caller feeds for every microbatch."""
@@ -50,6 +52,10 @@ class ProgramBuilder:
     def check_feeds(self, check: Callable[[Mapping[str, Any]], None]) -> None:
         """Have every microbatch's feeds checked before a step; `check` raises a ConfigError that names the feed."""
         self._feed_checks.append(check)
+
+    def step_state(self, state: StepState) -> None:
+        """Declare state that moves on once per step."""
+        self._step_states.append(state)
 
     def parameter(self, name: str, parameter: Trainable, registered: Callable[[], Any] | None = None) -> Value:
         """Make a parameter that several stages read (a tied embedding) a value.
@@ -70,17 +76,27 @@ class ProgramBuilder:
         return Value(value)
 
     @contextmanager
-    def layer(self, index: int, *, mtp: bool = False) -> Iterator[None]:
-        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths)."""
+    def layer(
+        self, index: int, *, mtp: bool = False, context: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> Iterator[None]:
+        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths).
+
+        Args:
+            index: The layer.
+            mtp: Whether it is an MTP depth.
+            context: What its compute stages run their forward in, unless they name their own.
+        """
         if self._layer is not None:
             raise ProgramError(f"layer {index} begins inside layer {self._layer}: layers do not nest")
         self._layer = index
+        self._context = context
         if mtp:
             self._mtp.add(index)
         try:
             yield
         finally:
             self._layer = None
+            self._context = None
 
     def compute(
         self,
@@ -113,7 +129,7 @@ class ProgramBuilder:
             state: Buffers that `forward` changes in place.
             draws_rng: Whether `forward` draws random numbers in training.
             parameters: Parameters that `forward` reads.
-            context: Precision context to enter around `forward`.
+            context: Precision context to enter around `forward`; None: the layer's.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -134,7 +150,7 @@ class ProgramBuilder:
             state=tuple(state),
             draws_rng=draws_rng,
             parameters=tuple(parameters),
-            context=context,
+            context=self._context if context is None else context,
         )
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)
@@ -195,6 +211,7 @@ class ProgramBuilder:
             outputs=tuple(value.name for value in outputs),
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
+            step_states=tuple(self._step_states),
         )
 
     def _weights(self) -> tuple[Stage, ...]:

@@ -28,6 +28,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             it, writes other values than it declares, or has an adjoint of wrong length or shape; a loss is no scalar.
     """
     program = chunk.program
+    moving = [buffer for item in program.step_states for buffer in item.buffers]
     last = {value: stages[-1].key for value, stages in program.readers.items() if stages}
     kept = {loss.value for loss in program.losses}
     values: dict[str, Any] = dict(feeds)
@@ -43,7 +44,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             _check_draws(stage, generators, states)
             for name, buffer in buffers.items():
                 changed = buffer._version != before[name] or not same_bits(buffer, saved[name])
-                if changed and not any(buffer is declared for declared in stage.state):
+                if changed and not any(buffer is declared for declared in (*stage.state, *moving)):
                     raise ProgramError(
                         f"stage {stage.label} changes buffer {name!r} in place: declare it in state=, or write the "
                         "change as a value with an effect (R5)"

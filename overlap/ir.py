@@ -176,6 +176,20 @@ class Loss:
     weight: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """State that a step's slots add to in any order, and that moves on once, when the step succeeds (R5).
+
+    Between two steps it is at rest. What a slot does to it is the same however often and in whatever order it is done
+    (a running maximum), so that a replay needs no copy of it.
+    """
+
+    buffers: tuple[Any, ...]
+    """What slots change: put back when a step fails, and after a run without backward."""
+    advance: Callable[[], None]
+    """Called once after a step that succeeded; brings `buffers` to rest."""
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The stages of one model chunk for one microbatch, in execution order. Immutable; checked at construction.
@@ -192,6 +206,7 @@ class Program:
     mtp_layers: frozenset[int] = field(default=frozenset())
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
+    step_states: tuple[StepState, ...] = ()
     _trained: dict[tuple[bool, ...], frozenset[StageKey]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -234,17 +234,20 @@ def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) ->
 
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
-    """Apply the step's effects once, in microbatch order, then program order (R5)."""
+    """Apply the step's effects once, in microbatch order, then program order (R5); then step states move on."""
     place: Mapping[str, int] = {value: program.position[stage.key] for value, stage in program.producers.items()}
     with torch.no_grad():
         for owner in states:
             for effect, value in sorted(owner.effects, key=lambda item: place[item[0].value]):
                 effect.apply(value)
+        for moving in program.step_states:
+            moving.advance()
 
 
 def _apply_or_undo(chunk: ModelChunk, states: Sequence[MicrobatchState], before: Sequence[Taken]) -> None:
     """Apply the step's effects; if one raises, buffers and in-place state are as before the step (R16)."""
-    buffers = tuple(chunk.module.buffers()) if any(owner.effects for owner in states) else ()
+    changes = any(owner.effects for owner in states) or chunk.program.step_states
+    buffers = tuple(chunk.module.buffers()) if changes else ()
     taken = (buffers, state.take(buffers))
     try:
         apply_effects(chunk.program, states)
@@ -297,7 +300,8 @@ def _step(
 @contextmanager
 def _rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
     """Put in-place state back if the step fails (always: also if it does not); gives what it was."""
-    buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
+    changed = [*(stage.state for stage in program.stages), *(moving.buffers for moving in program.step_states)]
+    buffers = [(live, state.take(live)) for live in changed if live]
     done = False
     try:
         yield buffers

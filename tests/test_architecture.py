@@ -21,7 +21,7 @@ PURE = (
     "overlap.parallel.layout",
     *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
 )
-OPTIONAL = ("transformer_engine", "deep_ep")
+OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlap.backends import load_backend
 from overlap.chunk import ModelChunk
 from overlap.cli.options import Options
 from overlap.dispatch import LocalTransport, Transport
@@ -63,8 +64,11 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
         module = Decoder(options.model, transport=_transport(options, world, works), seed=options.seed)
         scale = _token_scale(world) if options.model.per_token_loss else PerMicrobatch()
         _fix_route(module, options)
+    module = module.to(device)
+    if isinstance(module, Decoder):
+        module = load_backend(options.backend.name, options.backend.fp8, world).convert(module)
     return ModelChunk(
-        module.to(device),
+        module,
         recompute=options.recompute,
         order=load_order(options.order, options.recompute.replay),
         delay_wgrad=options.delay_wgrad,

@@ -59,7 +59,9 @@ def add_parallel_options(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     ranks.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer over the ranks")
     ranks.add_argument("--debug-collectives", action="store_true", help="compare after each step what ranks issued")
-    ranks.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of collectives (default: by device)")
+    ranks.add_argument(
+        "--collective-backend", choices=BACKENDS, default=BACKENDS[0], help="of collectives (default: by device)"
+    )
     ranks.add_argument(
         "--collective-timeout", type=float, default=300.0, metavar="SECONDS",
         help="how long a collective waits for the other ranks (default 300)",
@@ -81,7 +83,7 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
     if args.capacity_factor is not None and not 0 < args.capacity_factor < math.inf:
         raise ConfigError(field="capacity", value=args.capacity_factor, rule="must be above 0 and finite")
     if layout.world_size == 1:
-        for name in ("fsdp", "debug_collectives", "backend", "collective_timeout"):
+        for name in ("fsdp", "debug_collectives", "collective_backend", "collective_timeout"):
             if getattr(args, name) != args.default_of(name):
                 raise ConfigError(field=name, value=getattr(args, name), rule="has no effect in one process")
     return ParallelOptions(
@@ -90,7 +92,7 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
         capacity_factor=args.capacity_factor,
         route=args.route,
         debug_collectives=args.debug_collectives,
-        backend=args.backend,
+        backend=args.collective_backend,
         fsdp=args.fsdp,
         timeout=timedelta(seconds=seconds),
     )
@@ -134,7 +136,7 @@ def describe_parallel(options: ParallelOptions) -> dict[str, object]:
         "fsdp": options.fsdp,
         "route": options.route,
         "debug_collectives": options.debug_collectives,
-        "backend": options.backend,
+        "collective_backend": options.backend,
     }
 
 

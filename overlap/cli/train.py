@@ -152,7 +152,7 @@ def saved_config(options: Options) -> dict[str, object]:
         "transport",
         "loopback_scale",
         "debug_collectives",
-        "backend",
+        "collective_backend",
         "ep",
         "fsdp",
     }

@@ -21,6 +21,21 @@ PLAIN = Sequences()
 """Full sequences, positions from 0."""
 
 
+class CoreAttention(nn.Module):
+    """Softmax attention itself; a backend may put its own in this place."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
+        """Attention over [B, H, S, d], causal or as `mask` [B, 1, S, S] allows; returns [B, S, H*d].
+
+        Key and value may have fewer heads.
+        """
+        shared_heads = key.shape[1] != query.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads
+        )
+        return mixed.transpose(1, 2).flatten(-2)
+
+
 class LatentAttention(nn.Module):
     """Keys and values come from one latent of `kv_rank`.
 
@@ -44,6 +59,7 @@ class LatentAttention(nn.Module):
         self.latent = Linear(config.hidden, config.kv_rank + config.rope_dim)
         self.latent_norm = RMSNorm(config.kv_rank, config.norm_eps)
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
+        self.core = CoreAttention()
         self.output = Linear(config.heads * config.value_dim, config.hidden)
 
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
@@ -55,7 +71,7 @@ class LatentAttention(nn.Module):
         make = turned if fused(queries) else self._turned
         query, key, value = make(self.rotary, sequences.positions, queries, expanded, k_rope, config.heads)
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
+        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
         return result
 
     def _turned(
@@ -80,6 +96,7 @@ class GroupedQueryAttention(nn.Module):
         self.query = Linear(config.hidden, config.heads * config.head_dim)
         self.key = Linear(config.hidden, config.kv_heads * config.head_dim)
         self.value = Linear(config.hidden, config.kv_heads * config.head_dim)
+        self.core = CoreAttention()
         self.output = Linear(config.heads * config.head_dim, config.hidden)
 
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
@@ -89,7 +106,7 @@ class GroupedQueryAttention(nn.Module):
         key = self.rotary(_heads(self.key(x), config.kv_heads), sequences.positions)
         value = _heads(self.value(x), config.kv_heads)
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
+        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
         return result
 
 
@@ -107,15 +124,3 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Cut the last dimension in two, the second part `last` wide."""
     return x[..., :-last], x[..., -last:]
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
-    """Attention over [B, H, S, d], causal or as `mask` [B, 1, S, S] allows; returns [B, S, H*d].
-
-    Key and value may have fewer heads.
-    """
-    shared_heads = key.shape[1] != query.shape[1]
-    mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads
-    )
-    return mixed.transpose(1, 2).flatten(-2)

@@ -114,9 +114,7 @@ class Router(WideBuffers):
         """What forward() does with the logits, by a kernel of our own."""
         config = self.config
         if pinned is None:
-            pinned = make_routing(
-                self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity
-            )
+            pinned = make_routing(self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity)
         probs, aux, squares = scored(logits, pinned, padding, config)
         tokens = _MeanOverTokens(padding).count(logits)
         factor = tokens if config.per_token_loss else 1

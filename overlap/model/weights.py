@@ -10,18 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from overlap.builder import ProgramBuilder, Value
+from overlap.model.in_place import ChangesInPlace
 
 
 class Bound(NamedTuple):
-    """A stage function, what it reads, and the parameters that it reads past the values."""
+    """A stage function, what it reads, and what it declares: parameters that it reads past the values, and state."""
 
     forward: Callable[..., Any]
     reads: tuple[Value, ...]
     parameters: tuple[nn.Parameter, ...]
+    state: tuple[Tensor, ...]
+    """Buffers that the function's modules change in place."""
 
 
 class Weights:
@@ -59,9 +62,11 @@ class Weights:
         named = dict(body.named_parameters())
         shared = {name: self.value(p) for name, p in named.items() if id(p) in self._values}
         own = tuple(p for p in named.values() if id(p) not in self._values)
+        changing = [part for part in body.modules() if isinstance(part, ChangesInPlace)]
+        state = tuple(buffer for part in changing for buffer in part.state)
         if not shared:
-            return Bound(function, tuple(reads), own)
-        return Bound(_Swapped(body, tuple(shared)), (*reads, *shared.values()), own)
+            return Bound(function, tuple(reads), own, state)
+        return Bound(_Swapped(body, tuple(shared)), (*reads, *shared.values()), own, state)
 
 
 class _Body(nn.Module):
