@@ -243,6 +243,10 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
         try:
             yield engine
+        except Exception:
+            for log in chunk.world.observers:
+                log.clear()
+            raise
         finally:
             chunk.lanes.finish()
 
