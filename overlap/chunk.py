@@ -22,6 +22,9 @@ from overlap.scale import LossScale, PerMicrobatch
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
 
+_FIXED = frozenset({"module", "order", "delay_wgrad"})
+"""What a chunk's program and plans are made from, once."""
+
 
 class HasProgram(Protocol):
     """What a module must have beside being an nn.Module."""
@@ -91,7 +94,36 @@ class ModelChunk(nn.Module):
         self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         """Of the parameters that the program's stages declare, by id; a sharded module registers others for a while."""
         self.checked = False
-        """Whether the program ran through check_stages once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what was read when the chunk was made.
+
+        Raises:
+            ConfigError: Names the setting.
+        """
+        if name in _FIXED and "planner" in self.__dict__:
+            rule = "is read when a ModelChunk is made, and has no effect later: make another one"
+            raise ConfigError(field=name, value=value, rule=rule)
+        super().__setattr__(name, value)
+
+    @property
+    def checked(self) -> bool:
+        """Whether the program ran through check_stages, with every parameter that trains now."""
+        return self._checked and not any(parameter.requires_grad for parameter in self._unseen)
+
+    @checked.setter
+    def checked(self, checked: bool) -> None:
+        # A frozen parameter leaves no trace in the check: it counts as seen when it took part in one.
+        unseen = self._unseen if checked else self.module.parameters()
+        self._checked: bool = checked
+        self._unseen: tuple[nn.Parameter, ...] = tuple(p for p in unseen if not (checked and p.requires_grad))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; parameters that `assign` puts in place of the old ones are bound to the program."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        if assign:
+            self._bind()
+        return result
 
     def rebind(self, parallel: DataParallel) -> None:
         """Take parameters that were replaced (sharded) into the program, and what keeps replicas in step."""

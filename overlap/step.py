@@ -79,14 +79,14 @@ def train_step(
     kept = _replayed_feeds(chunk, len(microbatches))
     states = [MicrobatchState(n, _snapshot(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _, _ in plans]
-    with _step(chunk, running, observers, engine_type, reduce=last) as engine, _rollback(chunk.program):
+    with _step(chunk, running, observers, engine_type, reduce=last) as engine, _rollback(chunk.program) as before:
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
     for owner, feeds in zip(states, microbatches, strict=True):
         _return_gradients(chunk.program, owner, feeds)
         if leftovers := owner.leftovers():
             raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
-    apply_effects(chunk.program, states)
+    _apply_or_undo(chunk, states, before)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
@@ -136,6 +136,10 @@ def forward_only(
 
 StepPlan = tuple[Plan, int | None, int | None]
 """A plan, and the microbatches that run forward and backward in it."""
+
+
+Taken = tuple[Sequence[Tensor], state.Snapshot]
+"""Buffers, and what they held."""
 
 
 def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
@@ -238,6 +242,18 @@ def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
                 effect.apply(value)
 
 
+def _apply_or_undo(chunk: ModelChunk, states: Sequence[MicrobatchState], before: Sequence[Taken]) -> None:
+    """Apply the step's effects; if one raises, buffers and in-place state are as before the step (R16)."""
+    buffers = tuple(chunk.module.buffers()) if any(owner.effects for owner in states) else ()
+    taken = (buffers, state.take(buffers))
+    try:
+        apply_effects(chunk.program, states)
+    except BaseException:
+        for live, snapshot in (taken, *before):
+            state.put(live, snapshot)
+        raise
+
+
 def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int | None) -> dict[int, MicrobatchState]:
     bound = {}
     if forward is not None:
@@ -279,12 +295,12 @@ def _step(
 
 
 @contextmanager
-def _rollback(program: Program, *, always: bool = False) -> Iterator[None]:
-    """Put in-place state back if the step fails (always: also if it does not)."""
+def _rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
+    """Put in-place state back if the step fails (always: also if it does not); gives what it was."""
     buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
     done = False
     try:
-        yield
+        yield buffers
         done = True
     finally:
         if always or not done:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("recompute", "overlap")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
+    *(f"overlap.pipeline_model.{name}" for name in ("actions", "costs", "layout", "memory", "run", "trace")),
+    "overlap.recordings",
     *(f"recompute.{name}" for name in ("config", "errors", "flags", "planner", "segments")),
     *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),

@@ -17,6 +17,7 @@ from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
+from overlap.dispatch.symmetric_memory import SymmetricMemory, mapped_peers
 from overlap.engine import Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
@@ -102,6 +103,9 @@ def _transport(options: Options, world: World, works: Works) -> Transport:
         "host_loopback": partial(HostLoopback, options.loopback_scale),
         "sm_copy": SmCopy,
         "all_to_all": lambda: AllToAll(world.ep_group, works, world.collectives),
+        "symmetric_memory": lambda: SymmetricMemory(
+            world.ep_group, world.collectives, mapped_peers(world.ep_group, world.device, options.parallel.timeout)
+        ),
     }
     return makers[options.transport]()
 

@@ -12,12 +12,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+from overlap.dispatch.symmetric_memory import check_device
 from overlap.parallel.agree import gather
 from overlap.parallel.layout import ParallelLayout
 from overlap.parallel.watch import Watch
 from overlap.parallel.world import BACKENDS, SOLO, World, close_world, launched_processes, open_world
 from recompute.errors import ConfigError
 
+RANK_TRANSPORTS = ("all_to_all", "symmetric_memory")
+"""Those that take tokens to other ranks."""
 PATIENCE = 0.8
 """Share of the time limit after which a rank says where the ranks are."""
 ROUTES = ("router", "balanced", "first-rank")
@@ -115,9 +118,11 @@ def transport_of(args: argparse.Namespace) -> str:
     if args.transport is None:
         return "all_to_all" if shared else "local"
     name: str = args.transport
-    if shared != (name == "all_to_all"):
-        rule = "experts on several ranks need all_to_all" if shared else "needs --ep above 1"
+    if shared != (name in RANK_TRANSPORTS):
+        rule = f"experts on several ranks need {' or '.join(RANK_TRANSPORTS)}" if shared else "needs --ep above 1"
         raise ConfigError(field="transport", value=name, rule=rule)
+    if name == "symmetric_memory":
+        check_device(args.device)
     return name
 
 

@@ -13,6 +13,7 @@ from overlap.cli.build import build_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.report import console, print_json, table
+from overlap.cli.reproducible import reproducible
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
 from overlap.parallel.agree import gather
@@ -43,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
-    with joined(options.parallel, options.device) as world:
+    with reproducible(options.device), joined(options.parallel, options.device) as world:
         return _run(options, args, world)
 
 

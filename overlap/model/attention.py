@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.model.config import Attention, ModelConfig
+from overlap.model.fused import fused
+from overlap.model.latent_heads import turned
 from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
@@ -47,16 +49,25 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
-        q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
+        queries = self.query(x)
         latent, k_rope = _split(self.latent(x), config.rope_dim)
-        expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
-        k_nope, value = _split(expanded, config.value_dim)
-        k_rope = self.rotary(k_rope.unsqueeze(1), sequences.positions).expand_as(q_rope)
-        query = torch.cat((q_nope, self.rotary(q_rope, sequences.positions)), -1)
+        expanded = self.key_value(self.latent_norm(latent))
+        make = turned if fused(queries) else self._turned
+        query, key, value = make(self.rotary, sequences.positions, queries, expanded, k_rope, config.heads)
         drop = config.attention_dropout if self.training else 0.0
-        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop, sequences.mask(x))
-        result: Tensor = self.output(mixed)
+        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
         return result
+
+    def _turned(
+        self, rotary: Rotary, positions: Tensor | None, queries: Tensor, expanded: Tensor, k_rope: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """latent_heads.turned(), of torch's own operations."""
+        config = self.config
+        q_nope, q_rope = _split(_heads(queries, heads), config.rope_dim)
+        k_nope, value = _split(_heads(expanded, heads), config.value_dim)
+        k_rope = rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
+        query = torch.cat((q_nope, rotary(q_rope, positions)), -1)
+        return query, torch.cat((k_nope, k_rope), -1), value
 
 
 class GroupedQueryAttention(nn.Module):

@@ -26,10 +26,10 @@ from recompute import RecomputeConfig, Replay
 
 
 class LateCopy:
-    """A transfer that happens when it is waited for; until then the target is not a number."""
+    """A transfer that reads at its launch and writes when it is waited for; until then the target is not a number."""
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
-        self.source, self.target = source, target.fill_(math.nan)
+        self.source, self.target = source.clone(), target.fill_(math.nan)
         self.done = False
 
     def wait(self) -> bool:
