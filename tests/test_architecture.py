@@ -19,6 +19,7 @@ PURE = (
     *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     "overlap.parallel.layout",
+    "overlap.signature",
     *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
 )
 OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from overlap.chunk import ModelChunk
 from overlap.dispatch.all_to_all import AllToAll
@@ -21,6 +21,7 @@ from overlap.model import Decoder
 from overlap.model.config import ModelConfig
 from overlap.parallel.attach import DataSettings, make_parallel
 from overlap.parallel.layout import ParallelLayout
+from overlap.parallel.shards import local
 from overlap.parallel.work_lanes import WorkLanes
 from overlap.parallel.works import Works
 from overlap.parallel.world import SOLO, World, open_world
@@ -65,21 +66,32 @@ def verify_parallel(world: World, data: DataSettings, chunk: ModelChunk, microba
     return verify(chunk, batches, prepare=partial(make_parallel, settings=data), **kw)
 
 
-def whole(tensor: Tensor | None) -> Tensor | None:
-    """All of a tensor, a copy."""
+def whole(tensor: Tensor | None, world: World) -> Tensor | None:
+    """All of a tensor, a copy.
+
+    Not by full_tensor(): DTensor remembers meshes that equal each other, and in a worker that serves several tests
+    it may find one whose process groups are gone.
+    """
     if tensor is None:
         return None
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.detach().clone()
+    group = world.data_group if tensor.device_mesh.mesh_dim_names == ("data",) else world.expert_data_group
+    parts: list[Any] = [None] * group.size()
+    dist.all_gather_object(parts, local(tensor).detach(), group=group)
+    (placement,) = tensor.placements
+    assert isinstance(placement, Shard)
+    return torch.cat(parts, placement.dim)
 
 
 def gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
     """Whole gradients by name."""
-    return {name: whole(parameter.grad) for name, parameter in chunk.module.named_parameters()}
+    return {name: whole(parameter.grad, chunk.world) for name, parameter in chunk.module.named_parameters()}
 
 
 def state(chunk: ModelChunk) -> dict[str, Tensor | None]:
     """Whole parameters and buffers by name."""
-    return {name: whole(value) for name, value in chunk.module.state_dict().items()}
+    return {name: whole(value, chunk.world) for name, value in chunk.module.state_dict().items()}
 
 
 def experts_of_all(chunk: ModelChunk, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -89,7 +101,7 @@ def experts_of_all(chunk: ModelChunk, tensors: Mapping[str, Tensor | None]) -> d
     for name, tensor in tensors.items():
         assert tensor is not None
         found[name] = tensor
-        if ".experts." in name and world.layout.ep > 1:
+        if ".experts." in name and tensor.dim() and world.layout.ep > 1:
             parts = [torch.empty_like(tensor) for _ in range(world.layout.ep)]
             dist.all_gather(parts, tensor.contiguous(), group=world.ep_group)
             found[name] = torch.cat(parts)
