@@ -27,7 +27,7 @@ class TELayer(nn.Module):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.register_load_state_dict_post_hook(_bind_again)
+        self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]  # torch's
 
     def bind(self) -> None:
         """Make the products."""
