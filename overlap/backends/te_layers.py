@@ -23,7 +23,11 @@ from overlap.model.swiglu import swiglu
 
 
 class TELayer(nn.Module):
-    """Makes its products from its parameters, and again for a copy or another device."""
+    """Makes its products from its parameters, and again for a copy, another device, or state put in place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]  # torch's
 
     def bind(self) -> None:
         """Make the products."""
@@ -41,6 +45,11 @@ class TELayer(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.bind()
+
+
+def _bind_again(layer: nn.Module, keys: object) -> None:
+    if isinstance(layer, TELayer):
+        layer.bind()
 
 
 class TELinear(TELayer):

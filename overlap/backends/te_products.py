@@ -146,8 +146,8 @@ def _quantised(module: Any, matrices: list[Tensor]) -> list[Any]:
     results: list[Any] = []
     for matrix, quantiser in zip(matrices, quantisers, strict=True):
         quantiser.internal = True
-        # With one scale per tensor the columns are made from the rows.
-        quantiser.set_usage(rowwise=not isinstance(quantiser, te.Float8BlockQuantizer), columnwise=True)
+        # Kernels make columns beside rows; the rows of one matrix are let go before the next.
+        quantiser.set_usage(rowwise=True, columnwise=True)
         result = quantiser(matrix)
         result.update_usage(rowwise_usage=False, columnwise_usage=True)
         results.append(result)
