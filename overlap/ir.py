@@ -135,8 +135,8 @@ class Stage:
     """Writes that carry no gradient (ids, splits, counts); they may be any Python object."""
     adjoint: Callable[..., Any] | None = None
     """`adjoint(grads, pinned)` gives a tuple, one gradient (or None) per read, without any activation (R8): `grads`
-    holds one per write, `pinned` the pinned values among its reads. A stage that draws finds its generator as its
-    forward found it."""
+    holds one per write, `pinned` the pinned values among its reads, then those that the stage pinned itself. A stage
+    that draws finds its generator as its forward found it."""
     wgrad: bool = False
     """The stage's weight gradients go through recompute.wgrad and may be delayed to a W slot."""
     pins: tuple[str, ...] = ()
@@ -176,6 +176,20 @@ class Loss:
     weight: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """State that a step's slots add to in any order, and that moves on once, when the step succeeds (R5).
+
+    Between two steps it is at rest. What a slot does to it is the same however often and in whatever order it is done
+    (a running maximum), so that a replay needs no copy of it.
+    """
+
+    buffers: tuple[Any, ...]
+    """What slots change: put back when a step fails, and after a run without backward."""
+    advance: Callable[[], None]
+    """Called once after a step that succeeded; brings `buffers` to rest."""
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The stages of one model chunk for one microbatch, in execution order. Immutable; checked at construction.
@@ -192,6 +206,8 @@ class Program:
     mtp_layers: frozenset[int] = field(default=frozenset())
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
+    step_states: tuple[StepState, ...] = ()
+    _trained: dict[tuple[bool, ...], frozenset[StageKey]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_program(self)
@@ -252,7 +268,16 @@ class Program:
         return {source.name: source.needs_grad for source in self.inputs}
 
     def trained(self) -> frozenset[StageKey]:
-        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient."""
+        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient.
+
+        Looked up at every call, since parameters may be frozen between steps; equal answers are one object.
+        """
+        flags = tuple([parameter.requires_grad for stage in self.stages for parameter in stage.parameters])
+        if flags not in self._trained:
+            self._trained[flags] = self._find_trained()
+        return self._trained[flags]
+
+    def _find_trained(self) -> frozenset[StageKey]:
         alive = {source.name for source in self.inputs if source.needs_grad}
         stages: set[StageKey] = set()
         for stage in self.stages:

@@ -23,24 +23,28 @@ _PER_RANK = 4
 def add_job_options(parser: argparse.ArgumentParser) -> None:
     """Add the options to a command's parser."""
     group = parser.add_argument_group("job", "the ranks that a prediction is for")
-    group.add_argument("--preset", metavar="NAME", help=f"a published model: {', '.join(PRESETS)}; options override it")
-    group.add_argument("--pp", type=int, metavar="N", help="pipeline ranks (default 1)")
-    group.add_argument("--ep", type=int, metavar="N", help="expert-parallel ranks (default 1)")
-    group.add_argument("--dp", type=int, metavar="N", help="data-parallel ranks (default: as many as --ep)")
-    group.add_argument("--virtual", type=int, metavar="N", help="model chunks of a pipeline rank")
     default = f"default {PipelineSchedule.DUALPIPEV} with --pp"
-    group.add_argument("--schedule", metavar="NAME", help=f"{', '.join(PipelineSchedule)} ({default})")
-    group.add_argument("--routing", metavar="NAME", help=f"rows that a rank receives: {', '.join(RoutingLoad)}")
-    group.add_argument("--skew", type=float, metavar="X", help="received over sent rows, with --routing skewed")
-    group.add_argument("--optimizer", metavar="NAME", help=f"{', '.join(Optimizer)} (default distributed)")
-    group.add_argument("--keep-sends", action="store_true", default=None,
-                       help="what a rank sent stays until the step ends, as in torch's pipeline runtime")  # fmt: skip
-    group.add_argument("--device-model", metavar="NAME", help=f"rates that times come from: {', '.join(DEVICES)}")
+    for name, kind, metavar, text in (
+        ("preset", str, "NAME", f"a published model: {', '.join(PRESETS)}; options override it"),
+        ("pp", int, "N", "pipeline ranks (default 1)"),
+        ("ep", int, "N", "expert-parallel ranks (default 1)"),
+        ("dp", int, "N", "data-parallel ranks (default: as many as --ep)"),
+        ("virtual", int, "N", "model chunks of a pipeline rank"),
+        ("schedule", str, "NAME", f"{', '.join(PipelineSchedule)} ({default})"),
+        ("routing", str, "NAME", f"rows that a rank receives: {', '.join(RoutingLoad)}"),
+        ("skew", float, "X", "received over sent rows, with --routing skewed"),
+        ("optimizer", str, "NAME", f"{', '.join(Optimizer)} (default distributed)"),
+        ("device-model", str, "NAME", f"rates that times come from: {', '.join(DEVICES)}"),
+    ):
+        dest = f"job_{name.replace('-', '_')}"
+        group.add_argument(f"--{name}", dest=dest, type=kind, metavar=metavar, help=text)
+    text = "what a rank sent stays until the step ends, as in torch's pipeline runtime"
+    group.add_argument("--keep-sends", dest="job_keep_sends", action="store_true", default=None, help=text)
 
 
 def given_job_options(args: argparse.Namespace) -> list[str]:
     """Names of the job options on the command line."""
-    return [name for name in _JOB if getattr(args, name) is not None]
+    return [name for name in _JOB if _given(args, name) is not None]
 
 
 def refuse_job_options(args: argparse.Namespace, rule: str) -> None:
@@ -50,7 +54,7 @@ def refuse_job_options(args: argparse.Namespace, rule: str) -> None:
         ConfigError: Names the first such option.
     """
     for name in given_job_options(args):
-        raise ConfigError(field=name, value=getattr(args, name), rule=rule)
+        raise ConfigError(field=name, value=_given(args, name), rule=rule)
 
 
 def read_job(args: argparse.Namespace, options: Options) -> Job:
@@ -61,33 +65,34 @@ def read_job(args: argparse.Namespace, options: Options) -> Job:
     """
     if options.program:
         raise ConfigError(field="program", value=options.program, rule="a job is of the built-in decoder")
-    pp, ep = args.pp or 1, args.ep or 1
-    schedule = args.schedule or (PipelineSchedule.DUALPIPEV if pp > 1 else PipelineSchedule.ONE_F_ONE_B)
+    pp, ep = args.job_pp or 1, args.job_ep or 1
+    schedule = args.job_schedule or (PipelineSchedule.DUALPIPEV if pp > 1 else PipelineSchedule.ONE_F_ONE_B)
     seq = options.seq
     model = options.model
-    if args.preset is not None:
+    if args.job_preset is not None:
         overrides: Any = dict(_changed(args, ModelConfig.__dataclass_fields__))
-        model = replace(load_preset(args.preset), **overrides)
-        seq = dict(_changed(args, ["seq"])).get("seq", PRESET_SEQ[args.preset])
+        model = replace(load_preset(args.job_preset), **overrides)
+        seq = dict(_changed(args, ["seq"])).get("seq", PRESET_SEQ[args.job_preset])
         model = replace(model, max_seq=max(seq, 1))
     for name in _TOKEN_FEEDS:
         if getattr(model, name):
             raise ConfigError(field=name, value=True, rule="is not modelled for a job: leave it out")
     chosen = options.microbatches if "microbatches" in dict(_changed(args, ["microbatches"])) or pp == 1 else 0
-    given = {name: getattr(args, name) for name in ("routing", "skew", "optimizer") if getattr(args, name) is not None}
+    wanted = ("routing", "skew", "optimizer")
+    given = {name: _given(args, name) for name in wanted if _given(args, name) is not None}
     if "skew" not in given and given.get("routing") == RoutingLoad.SKEWED:
         raise ConfigError(field="skew", value=None, rule="routing skewed needs it: give --skew")
     return Job(
         model=model,
-        pp=_positive("pp", args.pp),
-        ep=_positive("ep", args.ep),
-        dp=_positive("dp", args.dp, ep),
-        virtual=_positive("virtual", args.virtual, 2 if schedule in V_SHAPED else 1),
+        pp=_positive("pp", args.job_pp),
+        ep=_positive("ep", args.job_ep),
+        dp=_positive("dp", args.job_dp, ep),
+        virtual=_positive("virtual", args.job_virtual, 2 if schedule in V_SHAPED else 1),
         schedule=schedule,
         microbatches=chosen or _PER_RANK * pp,
         seq=seq,
         batch=options.batch,
-        keep_sends=bool(args.keep_sends),
+        keep_sends=bool(args.job_keep_sends),
         **given,
     )
 
@@ -98,7 +103,7 @@ def read_device(args: argparse.Namespace) -> DeviceModel:
     Raises:
         ConfigError: There is none of that name.
     """
-    name = args.device_model or "h200"
+    name = args.job_device_model or "h200"
     if name not in DEVICES:
         raise ConfigError(field="device_model", value=name, rule=f"must be {' or '.join(DEVICES)}")
     return DEVICES[name]
@@ -109,6 +114,11 @@ def describe_job(job: Job) -> dict[str, object]:
     plain = {name: getattr(job, name) for name in Job.__dataclass_fields__ if name != "model"}
     model = {name: getattr(job.model, name) for name in ModelConfig.__dataclass_fields__}
     return {**plain, "model": model}
+
+
+def _given(args: argparse.Namespace, name: str) -> Any:
+    """What the command line says of a job option: other commands run on real ranks, under names of their own."""
+    return getattr(args, f"job_{name}")
 
 
 def _changed(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[str, Any]]:

@@ -9,10 +9,11 @@ from typing import Any
 from overlap.cli.build import build_chunk, random_microbatches
 from overlap.cli.curves import add_curve_options, refuse_curve, write_curves
 from overlap.cli.job_options import add_job_options, refuse_job_options
-from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.oracle import add_oracle_options, refuse_oracle_options, run_oracle
 from overlap.cli.report import console, num_bytes, print_json, table
-from overlap.memory.profile import Profile, profile_step
+from overlap.memory.profile import Profile, measure_step, profile_step
+from recompute.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -32,11 +33,17 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile and report; returns the exit status."""
     options = read_options(args)
+    if options.backend.name != "torch":
+        for name, given in (("oracle", args.oracle), ("curve", args.curve)):
+            if given:
+                raise ConfigError(field=name, value=given, rule="is there for --backend torch only")
     if args.oracle:
         refuse_curve(args)
         return run_oracle(args, options)
     refuse_job_options(args, "has no effect without --oracle")
     refuse_oracle_options(args)
+    if options.backend.name != "torch":
+        return _measure_only(options)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
     files = [] if args.curve is None else write_curves(result.measured, options, args.curve)
     if options.json:
@@ -45,6 +52,19 @@ def run(args: argparse.Namespace) -> int:
         _show(result)
         for name in files:
             console.print(f"wrote {name}")
+    return 0
+
+
+def _measure_only(options: Options) -> int:
+    """A step of a backend whose kernels cannot run on fake tensors: nothing is predicted."""
+    result = measure_step(build_chunk(options), random_microbatches(options, 0))
+    measured = result.usage.as_json()
+    if options.json:
+        print_json({"measured": measured, "in_slot_peak": result.in_slot_peak, "config": describe(options)})
+        return 0
+    rows = [(name, num_bytes(nbytes)) for name, nbytes in measured.items()]
+    console.print(table("Peak live bytes of one step, by kind", ("kind", "measured"), rows))
+    console.print(f"highest inside a slot, its own temporaries included: {num_bytes(result.in_slot_peak)}")
     return 0
 
 

@@ -12,11 +12,14 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from overlap.cli.build import build_chunk, to_device
+from overlap.cli.build import build_chunk, parallel, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.report import console, messages, print_json
+from overlap.parallel.world import SOLO, World
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
 from overlap.training.rows import cut_rows
+from overlap.training.seeds import data_seed
 from overlap.training.text import VOCAB, ByteText, default_text
 from overlap.training.trainer import StepReport, Trainer
 from recompute.errors import ConfigError
@@ -30,13 +33,18 @@ def add_parser(commands: Any) -> None:
         description="Train on text with AdamW; save and resume bitwise.",
     )
     add_shared_options(parser)
-    parser.set_defaults(seq=64, batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
+    add_parallel_options(parser)
+    parser.set_defaults(seq=(64,), batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
     job = parser.add_argument_group("job")
     job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
     job.add_argument("--steps", type=int, default=50, metavar="N", help="training steps to run (default 50)")
     job.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="learning rate (default 3e-3)")
-    job.add_argument("--save", metavar="FILE", help="write a checkpoint at the end")
-    job.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
+    job.add_argument(
+        "--save",
+        metavar="FILE|FOLDER",
+        help="write a checkpoint at the end: a file, or a folder of several ranks",
+    )
+    job.add_argument("--resume", metavar="FILE|FOLDER", help="go on from a checkpoint")
     parser.set_defaults(run=run)
 
 
@@ -49,15 +57,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     if not 0 < args.lr < math.inf:
         raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
-    if args.save is not None and Path(args.save).is_dir():
-        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
-    trainer = make_trainer(options, args.text, args.lr)
+    _check_places(args, several=options.parallel.layout.world_size > 1)
+    with joined(options.parallel, options.device) as world:
+        return _run(options, args, world)
+
+
+def _run(options: Options, args: argparse.Namespace, world: World) -> int:
+    trainer = make_trainer(options, args.text, args.lr, world)
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
-        load_checkpoint(Path(args.resume), trainer.chunk, trainer.optimizer, config)
+        _resume(Path(args.resume), trainer, config)
     reports = _train(trainer, args.steps)
     if args.save is not None:
-        save_checkpoint(Path(args.save), trainer.chunk, trainer.optimizer, config)
+        _save(Path(args.save), trainer, config)
+    if world.rank:
+        return 0
     payload = {
         "losses": [report.loss for report in reports],
         "losses_by_name": {name: [report.losses[name] for report in reports] for name in reports[0].losses},
@@ -79,18 +93,48 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_trainer(options: Options, paths: list[str] | None, learning_rate: float) -> Trainer:
+def _check_places(args: argparse.Namespace, *, several: bool) -> None:
+    """Refuse a folder for one process to write, and a file for several ranks."""
+    if args.save is not None and several and Path(args.save).is_file():
+        raise ConfigError(field="save", value=args.save, rule="must be a folder to write, not a file: there are ranks")
+    if args.save is not None and not several and Path(args.save).is_dir():
+        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
+    if args.resume is not None and several and Path(args.resume).is_file():
+        raise ConfigError(field="resume", value=args.resume, rule="one file holds the run of one process only")
+
+
+def _save(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
+    if trainer.chunk.world.groups is None:
+        save_checkpoint(path, trainer.chunk, trainer.optimizer, config)
+        return
+    from overlap.training.sharded_checkpoint import save_folder
+
+    save_folder(path, trainer.chunk, trainer.optimizer, config)
+
+
+def _resume(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
+    if trainer.chunk.world.groups is None and not path.is_dir():
+        load_checkpoint(path, trainer.chunk, trainer.optimizer, config)
+        return
+    from overlap.training.sharded_checkpoint import load_folder
+
+    load_folder(path, trainer.chunk, trainer.optimizer, config)
+
+
+def make_trainer(options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO) -> Trainer:
     """A trainer on text; the vocabulary is the 256 bytes."""
     options = replace(options, model=replace(options.model, vocab=VOCAB))
     text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
     data = partial(_data, text, options)
     per_token = options.model.per_token_loss
-    return Trainer(build_chunk(options), data, learning_rate=learning_rate, per_token=per_token)
+    chunk = parallel(build_chunk(options, world), options)
+    return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token)
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
-    rows = text.microbatches(options.seed, step, options.microbatches, options.batch)
-    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+    rank = options.parallel.data_rank
+    rows = text.microbatches(options.seed, step, options.microbatches, options.batch, rank)
+    generator = torch.Generator().manual_seed(data_seed(options.seed, step, rank))
     return [to_device(cut_rows(dict(feeds), options.model, generator), options.device) for feeds in rows]
 
 
@@ -107,17 +151,22 @@ def saved_config(options: Options) -> dict[str, object]:
         "device",
         "transport",
         "loopback_scale",
+        "debug_collectives",
+        "collective_backend",
+        "ep",
+        "fsdp",
     }
     return {name: value for name, value in describe(options).items() if name not in how}
 
 
 def _train(trainer: Trainer, steps: int) -> list[StepReport]:
     reports: list[StepReport] = []
+    quiet = trainer.chunk.world.rank > 0 or not messages.is_terminal
     columns = (
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
+    with Progress(*columns, console=messages, disable=quiet) as progress:
         task = progress.add_task("training", total=steps, state="")
         for _ in range(steps):
             report = trainer.step()

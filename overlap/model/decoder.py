@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from overlap.builder import ProgramBuilder, Value
 from overlap.dispatch import LocalTransport, Transport
 from overlap.ir import Program
+from overlap.model.backend import Backend, TorchBackend
 from overlap.model.config import ModelConfig
 from overlap.model.feeds import check_feeds
 from overlap.model.head import Head, TiedHead
@@ -60,6 +61,8 @@ class Decoder(nn.Module):
             )
             self.head = TiedHead(config) if config.tied else Head(config)
             self.mtp = nn.ModuleList(make_depths(config, rotary, transport))
+        self.backend: Backend = TorchBackend()
+        """Where its modules come from; a backend's convert() sets it."""
         init(self, seed)
 
     def program(self) -> Program:
@@ -71,14 +74,17 @@ class Decoder(nn.Module):
         """
         b = ProgramBuilder()
         b.check_feeds(partial(check_feeds, self.config))
+        b.check_feeds(self.backend.check_feeds)
+        for moving in self.backend.step_states(self):
+            b.step_state(moving)
         names = ("ids", *(("labels",) if self.config.labels else ()), *sequence_feeds(self.config))
         feeds = {name: b.input(name) for name in names}
-        weights = Weights(b, self._shared())
+        weights = Weights(b, self._shared(), self)
         tokens = tuple(feeds[name] for name in sequence_feeds(self.config))
         state = self._build_embed(b, weights, feeds["ids"])
         entry = DecoderEntry(self.config)
         for index, layer in enumerate(self.layers):
-            with b.layer(index):
+            with b.layer(index, context=self.backend.context(index, self.config.layers)):
                 state = cast("DenseLayer | MoELayer", layer).build(b, weights, entry, (state, *tokens))
         outputs = self._build_depths(b, weights, state, feeds["ids"], tokens)
         reads = (state, *outputs, *(feeds[name] for name in self.head.feeds))
@@ -86,8 +92,9 @@ class Decoder(nn.Module):
         # shared parameters come last among a stage's reads, so a tied matrix is handed over like one of them
         bound = weights.bind(self.head, (*reads, *tied), (self.head,))
         losses = b.compute(
-            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True, parameters=bound.parameters
-        )
+            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True,
+            parameters=bound.parameters, state=bound.state,
+        )  # fmt: skip
         for name, loss in zip(self.head.loss_names, losses, strict=True):
             b.loss(loss, self.head.loss_weight(name))
         return b.build()
@@ -132,7 +139,8 @@ class Decoder(nn.Module):
         for depth in range(1, self.config.mtp + 1):
             module = cast("MTPDepth", self.mtp[0 if self.config.mtp_repeat else depth - 1])
             opening = self.head.norm if depth == 1 and self.config.mhc is None else nn.Identity()
-            with b.layer(self.config.layers + depth - 1, mtp=True):
+            number = self.config.layers + depth - 1
+            with b.layer(number, mtp=True, context=self.backend.context(number, self.config.layers)):
                 reads = (state, ids, weights.value(self.embedding), *tokens)
                 state, output = module.build(b, weights, MTPEntry(module, depth, opening), reads)
             outputs.append(output)

@@ -12,12 +12,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.dispatch import Routing, make_routing
 from overlap.model.config import ModelConfig, Score
+from overlap.model.fused import fused
 from overlap.model.precision import DTYPES, WideBuffers, wide_dtype
+from overlap.model.scores import scored
+from overlap.parallel.world import SOLO, World
 
 Select = Callable[[Tensor, int], Tensor]
 """select(scores [T, n], k) -> ids [T, k] int64: the k largest per row, distinct."""
@@ -92,9 +96,11 @@ class Router(WideBuffers):
                 losses. None: there is none.
         """
         logits = self._logits(x)
-        scores = logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
+        if fused(logits):
+            return self._by_kernel(logits, pinned, padding)
+        scores = self._scores(logits)
         if pinned is None:
-            pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding)
+            pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding, self.config.capacity)
         mean = _MeanOverTokens(padding)
         losses = {"aux": self._aux_loss, "z": self._z_loss}
         tokens = mean.count(x) if self.config.per_token_loss else 1
@@ -103,6 +109,22 @@ class Router(WideBuffers):
             pinned,
             tuple(losses[name](logits, scores, pinned, mean) * tokens for name in self.loss_names),
         )
+
+    def _by_kernel(self, logits: Tensor, pinned: Routing | None, padding: Tensor | None) -> Routed:
+        """What forward() does with the logits, by a kernel of our own."""
+        config = self.config
+        if pinned is None:
+            pinned = make_routing(self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity)
+        probs, aux, squares = scored(logits, pinned, padding, config)
+        tokens = _MeanOverTokens(padding).count(logits)
+        factor = tokens if config.per_token_loss else 1
+        # the share of copies and the mean score are both divided by the tokens
+        scales = {
+            "aux": config.experts * config.aux_coefficient / (config.topk * tokens * tokens),
+            "z": config.z_coefficient / tokens,
+        }
+        rows = {"aux": aux, "z": squares}
+        return Routed(probs, pinned, tuple(rows[name].sum() * (scales[name] * factor) for name in self.loss_names))
 
     def count(self, counts: Tensor) -> None:
         """Effect: add the copies per expert [E] of one microbatch; nothing in eval mode."""
@@ -127,6 +149,9 @@ class Router(WideBuffers):
         # autocast would compute the scores in the narrow type
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.weight.to(wide))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[T, E] -> [T, k] int64."""
@@ -186,12 +211,24 @@ class _MeanOverTokens:
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module) -> None:
-    """Once per optimizer step: raise the bias of experts below the mean load, lower it above, restart the count."""
-    for router in model.modules():
-        if isinstance(router, Router):
-            if router.config.expert_bias:
-                load = router.tokens_per_expert.double()
-                step = (load.mean() - load).sign() * router.config.bias_rate
-                router.expert_bias.add_(step.to(router.expert_bias.dtype))
-            router.tokens_per_expert.zero_()
+def update_expert_bias(model: nn.Module, world: World = SOLO) -> None:
+    """Once per optimizer step: raise the bias of experts below the mean load, lower it above, restart the count.
+
+    Args:
+        model: Its routers are updated.
+        world: The load is that of all ranks of the pipeline stage, so that the bias stays the same on them.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if world.groups is not None and routers:
+        # One collective for all of them.
+        loads = torch.stack([router.tokens_per_expert for router in routers])
+        world.collectives.record("all_reduce", "tokens per expert", loads)
+        dist.all_reduce(loads, group=world.data_group)
+        for router, load in zip(routers, loads, strict=True):
+            router.tokens_per_expert.copy_(load)
+    for router in routers:
+        if router.config.expert_bias:
+            load = router.tokens_per_expert.double()
+            step = (load.mean() - load).sign() * router.config.bias_rate
+            router.expert_bias.add_(step.to(router.expert_bias.dtype))
+        router.tokens_per_expert.zero_()

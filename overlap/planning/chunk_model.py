@@ -19,7 +19,7 @@ from overlap.model.config import ModelConfig
 from overlap.model.layers import DecoderEntry, DenseLayer
 from overlap.model.weights import Weights
 from overlap.planning.chunks import ChunkShape
-from overlap.planning.fake_transport import LocalExperts, transport_of
+from overlap.planning.fake_transport import transport_of
 from overlap.planning.job import Job
 
 RECEIVE, SEND = "receive", "send"
@@ -38,10 +38,6 @@ class ChunkModel(Decoder):
         super().__init__(_config(job, shape), transport=transport_of(job), init=_leave)
         self.shape = shape
         self._job = job
-        for layer in self.modules():
-            if isinstance(layer, MoELayer) and job.ep > 1:
-                width = layer.config.expert_width
-                layer.experts = LocalExperts(job.local_experts, layer.config.hidden, width).to(self.embedding.dtype)
         if not shape.first and not (shape.last and job.model.mtp):
             del self.embedding
         if not shape.last:
@@ -54,7 +50,7 @@ class ChunkModel(Decoder):
         ids = [b.input("ids")] if shape.first or (shape.last and self.config.mtp) else []
         labels = [b.input("labels")] if shape.last else []
         arrived = [] if shape.first else [b.input("arrived", needs_grad=True)]
-        weights = Weights(b, self._shared() if shape.last else {})
+        weights = Weights(b, self._shared() if shape.last else {}, self)
         if shape.first:
             state = self._build_embed(b, weights, ids[0]) if shape.last else self._build_own_embed(b, ids[0])
         else:

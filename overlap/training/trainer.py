@@ -7,10 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
+from overlap.parallel.clip import clip_gradients
+from overlap.parallel.counters import share_logged_losses
 from overlap.step import train_step
 
 
@@ -20,11 +23,12 @@ class StepReport:
 
     step: int
     loss: float
-    """Mean over the step's microbatches of the main loss."""
+    """Mean of the main loss over the step's microbatches, of all ranks."""
     losses: Mapping[str, float]
     """The same for every loss of the head by its name: `loss`, and `mtp1_loss`, ... where there are MTP depths."""
     milliseconds: float
     tokens_per_second: float
+    """Of all ranks together."""
 
 
 class Trainer:
@@ -48,7 +52,7 @@ class Trainer:
         self.chunk = chunk
         self.data = data
         self.per_token = per_token
-        self.optimizer = torch.optim.AdamW(chunk.parameters(), lr=learning_rate)
+        self.optimizer = torch.optim.AdamW(chunk.parallel.parameter_groups(chunk), lr=learning_rate)
 
     def step(self) -> StepReport:
         """One step: forward, backward, clip, AdamW, expert bias."""
@@ -56,15 +60,18 @@ class Trainer:
         microbatches = self.data(number)
         begin = time.perf_counter()
         losses = train_step(self.chunk, microbatches)
-        torch.nn.utils.clip_grad_norm_(self.chunk.parameters(), 1.0)
+        clip_gradients(self.chunk, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        update_expert_bias(self.chunk)
+        share_logged_losses(self.chunk, self.chunk.world)
+        update_expert_bias(self.chunk, self.chunk.world)
         seconds = time.perf_counter() - begin
-        tokens = sum(feeds["ids"].numel() for feeds in microbatches)
+        tokens = int(self._over_ranks([sum(feeds["ids"].numel() for feeds in microbatches)])[0])
         # a layer's own losses are named after the layer
         names = [loss.value for loss in self.chunk.program.losses if "." not in loss.value]
-        means = {name: self._mean_loss([item[name] for item in losses], tokens) for name in names}
+        sums = [float(torch.stack([item[name].double() for item in losses]).sum()) for name in names]
+        parts = tokens if self.per_token else len(losses) * self.chunk.world.layout.data
+        means = {name: total / parts for name, total in zip(names, self._over_ranks(sums), strict=True)}
         return StepReport(
             step=number,
             loss=means["loss"],
@@ -73,6 +80,13 @@ class Trainer:
             tokens_per_second=tokens / seconds,
         )
 
-    def _mean_loss(self, losses: Sequence[torch.Tensor], tokens: int) -> float:
-        total = float(torch.stack([loss.double() for loss in losses]).sum())
-        return total / (tokens if self.per_token else len(losses))
+    def _over_ranks(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks that draw data."""
+        world = self.chunk.world
+        if world.groups is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+        world.collectives.record("all_reduce", "report", total)
+        dist.all_reduce(total, group=world.data_group)
+        sums: list[float] = total.tolist()
+        return sums
