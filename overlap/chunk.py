@@ -17,6 +17,7 @@ from overlap.lanes import Lanes, NullLanes
 from overlap.orders import Order, get_order
 from overlap.plan import Planner
 from overlap.scale import LossScale, PerMicrobatch
+from overlap.selective import check_modules
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
 
@@ -41,7 +42,7 @@ class ModelChunk(nn.Module):
         lanes: Where issues run.
 
     Raises:
-        ConfigError: float16 parameters; `recompute` is no config.
+        ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have.
         ScheduleError: The order does not fit the program.
     """
 
@@ -76,6 +77,8 @@ class ModelChunk(nn.Module):
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self._bind()
+        for config in configs:
+            check_modules(self.program, config)
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""

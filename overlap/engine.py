@@ -18,6 +18,7 @@ from overlap.lanes import Lanes
 from overlap.lower import Event, Issue, Key, Piece, Plan
 from recompute import rng, state
 from recompute.errors import RecomputeError
+from recompute.inner import rebuilding
 from recompute.precision import Precision
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
@@ -164,7 +165,8 @@ class Engine:
         stage, values = issue.stage, owner.values
         inputs = [values[key] for key in issue.reads]
         late = self._delay_wgrad and stage.wgrad and issue.records
-        if contexts or late or stage.draws_rng or stage.context is not None or self._precision is not None:
+        plain = not contexts and not late and not stage.draws_rng and not issue.parts
+        if not plain or stage.context is not None or self._precision is not None:
             with ExitStack() as stack:
                 for context in (*contexts, *self._contexts(issue, owner)):
                     stack.enter_context(context)
@@ -179,15 +181,18 @@ class Engine:
         return outputs
 
     def _contexts(self, issue: Issue, owner: MicrobatchState) -> list[AbstractContextManager[object]]:
-        contexts: list[AbstractContextManager[object]] = []
+        makers: list[Callable[[], AbstractContextManager[object]]] = []
         if self._precision is not None:
-            contexts.append(self._precision())
+            makers.append(self._precision)
         if issue.stage.context is not None:
-            contexts.append(issue.stage.context())
+            makers.append(issue.stage.context)
+        if self._delay_wgrad and issue.stage.wgrad and issue.records:
+            makers.append(weights_left_out)
+        contexts = [make() for make in makers]
         if issue.stage.draws_rng:
             contexts.append(self._draws(issue, owner))
-        if self._delay_wgrad and issue.stage.wgrad and issue.records:
-            contexts.append(weights_left_out())
+        if issue.parts:
+            contexts.append(rebuilding(issue.parts, makers))
         return contexts
 
     def _draws(self, issue: Issue, owner: MicrobatchState) -> AbstractContextManager[None]:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from overlap.errors import ProgramError, ScheduleError
+from recompute.modules import RecomputeModule
 
 StageKey = tuple[int | None, str]
 """(layer, stage name); layer None: a stage of the chunk outside any layer, as `embed` and `head`."""
@@ -148,6 +149,8 @@ class Stage:
     parameters: tuple[Trainable, ...] = ()
     context: Callable[[], AbstractContextManager[object]] | None = None
     """Entered around `forward` in the first pass and in the replay alike (precision, R15)."""
+    inner: frozenset[RecomputeModule] = frozenset()
+    """Parts that `forward` can rebuild in its backward: it calls them through recompute.inner.rebuild."""
 
     @property
     def key(self) -> StageKey:

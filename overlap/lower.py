@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from overlap.ir import WEIGHTS, Lane, Op, Program, Schedule, Slot, Stage, StageKey
 from overlap.side import Side, Sides, stages_of
+from recompute.modules import RecomputeModule
 
 Key = tuple[str, int]
 """A value of a microbatch: (name, generation)."""
@@ -41,6 +42,8 @@ class Issue:
     """N: the stage's in-place state is copied for its replay."""
     records: bool = False
     """F, R: whether a graph is kept for this stage's backward."""
+    parts: frozenset[RecomputeModule] = frozenset()
+    """F: parts of the stage that its backward rebuilds."""
     writes: tuple[Key | None, ...] = ()
     """One per write; None where a replay keeps the first pass's value (pinned)."""
     collects: tuple[tuple[int, str], ...] = ()
@@ -129,6 +132,7 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
     program = side.program
     if slot.op in _RUNS_FORWARD:
         replay = slot.op is Op.REPLAY
+        records = slot.op is not Op.NO_GRAD and side.needs_activations(stage)
         return replace(
             bare,
             reads=tuple((value, _generation(value, stage, side, replay)) for value in stage.reads),
@@ -139,7 +143,8 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
             and slot.op is Op.NO_GRAD
             and side.keeps_graph
             and stage.key in side.replay_needed,
-            records=slot.op is not Op.NO_GRAD and side.needs_activations(stage),
+            records=records,
+            parts=side.parts.get(stage.key, frozenset()) if records else frozenset(),
             collects=() if replay else _collects(stage, program),
             pinned=tuple((value, 0) for value in stage.pins) if replay else (),
         )

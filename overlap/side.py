@@ -6,10 +6,11 @@ A schedule of a layer pair has two sides, keyed by the microbatch number of thei
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from overlap.ir import Op, Program, Schedule, Stage, StageKey
+from recompute.modules import RecomputeModule
 from recompute.segments import RecomputeSegment
 
 
@@ -25,6 +26,10 @@ class Side:
     """False: forward only, nothing is kept for a backward (R17)."""
     hidden: bool = False
     """Whether replays are spread between the slots of the layers before (R10), not issued just in time."""
+    alone: tuple[StageKey, ...] = ()
+    """Stages outside `segments` that are recomputed each by itself, just in time, in program order."""
+    parts: Mapping[StageKey, frozenset[RecomputeModule]] = field(default_factory=dict)
+    """Per stage, what it rebuilds inside its own backward."""
 
     @cached_property
     def segment_of(self) -> dict[int, int]:
@@ -32,8 +37,20 @@ class Side:
         return {layer: index for index, segment in enumerate(self.segments) for layer in segment.layers}
 
     def segment(self, stage: Stage) -> int | None:
-        """Index of the stage's segment; None: it runs eagerly."""
-        return None if stage.layer is None else self.segment_of.get(stage.layer)
+        """Index of the stage's segment, those of single stages behind the others; None: it runs eagerly."""
+        if stage.layer is None:
+            return None
+        return self._alone.get(stage.key, self.segment_of.get(stage.layer))
+
+    def stages(self, segment: int) -> list[Stage]:
+        """The stages of a segment, in program order."""
+        if segment >= len(self.segments):
+            return [self.program.by_key[self.alone[segment - len(self.segments)]]]
+        return [s for layer in self.segments[segment].layers for s in self.program.layer_stages[layer]]
+
+    @cached_property
+    def _alone(self) -> dict[StageKey, int]:
+        return {key: len(self.segments) + place for place, key in enumerate(self.alone)}
 
     def first_pass(self, stage: Stage) -> Op:
         """N inside a segment, F elsewhere; N everywhere when no backward follows."""

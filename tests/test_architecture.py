@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("recompute", "overlap")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
-    *(f"recompute.{name}" for name in ("config", "errors", "flags", "planner", "segments")),
+    *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
     *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
-    *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
+    *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
 )
 OPTIONAL = ("transformer_engine", "deep_ep")
 MAX_FILE_LINES = 400

@@ -7,6 +7,7 @@ what dies when the tables are dropped one after the other, says who holds what. 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
-from overlap.ir import Op, Program
+from overlap.ir import Op, StageKey
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
 from overlap.memory.dry import DrySlots
@@ -23,9 +24,11 @@ from overlap.memory.layout import Layout, fresh
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
+from overlap.selective import rebuilt_parts
 from overlap.side import Side
 from recompute import state
 from recompute.config import RecomputeConfig
+from recompute.modules import RecomputeModule
 from recompute.precision import capture_precision, no_autocast
 
 _FULL_SIZE_REDUCTIONS = frozenset(
@@ -51,7 +54,7 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
     Args:
-        chunk: From `fake_chunk`, inside its context. Its configs and order do not matter.
+        chunk: From `fake_chunk`, inside its context. Of its configs only their modules matter.
         feeds: One microbatch; only shapes and types are used.
         delayed: With which settings of `delay_wgrad` backward is examined.
 
@@ -69,7 +72,7 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
             # No generators: fake tensors are not drawn, and the live ones stay as they are.
             engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
             dry = DrySlots(engine, tracker, dict(values), facts.setdefault(delay, {}))
-            _run_slots(program, dry, delayed=delay)
+            _run_slots(chunk, dry, delayed=delay)
         return Footprint(
             facts=facts,
             feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
@@ -77,16 +80,20 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
         )
 
 
-def _run_slots(program: Program, dry: DrySlots, *, delayed: bool) -> None:
+def _run_slots(chunk: ModelChunk, dry: DrySlots, *, delayed: bool) -> None:
     """Every stage: forward without and with graph, first pass and replay; then backward of each graph."""
+    program = chunk.program
     keep = Side(program, (), program.trained())
     replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
     replays = {issue.stage.key: issue for issue in _issues(None, replay, delayed) if issue.slot.op is Op.REPLAY}
+    rebuilt = _rebuilt_parts(chunk)
     for issue in _issues(keep, None, delayed):
         dry.forward_without_graph(issue)
     for issue in _issues(keep, None, delayed):
         if issue.records:
             dry.forward(issue)
+            for parts in rebuilt.get(issue.stage.key, ()):
+                dry.forward(replace(issue, parts=parts))
         if issue.stage.pins and issue.stage.key in replays:
             dry.forward(replays[issue.stage.key])
     backward = _issues(None, keep, delayed)
@@ -94,6 +101,15 @@ def _run_slots(program: Program, dry: DrySlots, *, delayed: bool) -> None:
     for issue in backward:
         if issue.slot.op is Op.BACKWARD:
             dry.backward(issue, [wgrads[issue.stage.key]] if issue.delays else [])
+
+
+def _rebuilt_parts(chunk: ModelChunk) -> dict[StageKey, set[frozenset[RecomputeModule]]]:
+    """Per stage, each choice of parts that a config of the chunk rebuilds."""
+    found: dict[StageKey, set[frozenset[RecomputeModule]]] = {}
+    for config in (chunk.recompute,) if isinstance(chunk.recompute, RecomputeConfig) else chunk.recompute:
+        for key, parts in rebuilt_parts(chunk.program, config, segments_of(chunk.program, config)).items():
+            found.setdefault(key, set()).add(parts)
+    return found
 
 
 def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple[Issue, ...]:

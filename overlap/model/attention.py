@@ -5,6 +5,8 @@ Legend: B sequences, S positions, C hidden, H heads.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -14,6 +16,8 @@ from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
 from overlap.model.sequences import Sequences
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 PLAIN = Sequences()
 """Full sequences, positions from 0."""
@@ -47,16 +51,24 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
-        q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
-        latent, k_rope = _split(self.latent(x), config.rope_dim)
+        # Without a query rank there is one full matrix, and its input is kept for its gradient anyway.
+        down = self.query[0](x) if isinstance(self.query, nn.Sequential) else x
+        query, key, value = rebuild(RecomputeModule.MLA_UP_PROJ, self._up, down, self.latent(x), sequences.positions)
+        drop = config.attention_dropout if self.training else 0.0
+        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
+        return result
+
+    def _up(self, down: Tensor, latent: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """From what the first projections give to query, key and value [B, H, S, d]."""
+        config = self.config
+        up = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
+        q_nope, q_rope = _split(_heads(up, config.heads), config.rope_dim)
+        latent, k_rope = _split(latent, config.rope_dim)
         expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
         k_nope, value = _split(expanded, config.value_dim)
-        k_rope = self.rotary(k_rope.unsqueeze(1), sequences.positions).expand_as(q_rope)
-        query = torch.cat((q_nope, self.rotary(q_rope, sequences.positions)), -1)
-        drop = config.attention_dropout if self.training else 0.0
-        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop, sequences.mask(x))
-        result: Tensor = self.output(mixed)
-        return result
+        k_rope = self.rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
+        query = torch.cat((q_nope, self.rotary(q_rope, positions)), -1)
+        return query, torch.cat((k_nope, k_rope), -1), value
 
 
 class GroupedQueryAttention(nn.Module):
@@ -103,6 +115,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Ten
 
     Key and value may have fewer heads.
     """
+    result: Tensor = rebuild(
+        RecomputeModule.CORE_ATTN, partial(_mix, dropout), query, key, value, mask, draws=dropout > 0
+    )
+    return result
+
+
+def _mix(dropout: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     shared_heads = key.shape[1] != query.shape[1]
     mixed = F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads

@@ -5,12 +5,16 @@ Legend: N rows sorted by expert, C hidden, E experts, W inner width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from overlap.dispatch import Routing
 from overlap.model.linear import Linear, grouped_linear
 from overlap.model.swiglu import swiglu
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 
 class SwiGLU(nn.Module):
@@ -25,6 +29,10 @@ class SwiGLU(nn.Module):
         """[..., C] -> [..., C]."""
         result: Tensor = self.down(swiglu(self.gate_up(x)))
         return result
+
+
+def _weighted(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
+    return swiglu(inner, probs).to(dtype)
 
 
 class GroupedExperts(nn.Module):
@@ -47,5 +55,5 @@ class GroupedExperts(nn.Module):
             [N, C] of rows' type.
         """
         inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
-        weighted = swiglu(inner, probs).to(rows.dtype)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(_weighted, rows.dtype), inner, probs)
         return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)
