@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from statistics import median
 
 import torch
@@ -17,6 +18,7 @@ from benchmarks.memory.cases import PROXIES, SEQ
 from benchmarks.memory.measure import DEVICE, timed
 
 BACKENDS = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+CHOICES = {"torch's own choice": BACKENDS, **{backend.name: (backend,) for backend in BACKENDS}}
 
 
 def main() -> int:
@@ -27,19 +29,19 @@ def main() -> int:
         value_width = wide if padded else config.value_dim
         shapes = [(1, config.heads, SEQ, width) for width in (wide, wide, value_width)]
         leaves = [torch.randn(shape, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
-        for backend in BACKENDS:
+        for name, backends in CHOICES.items():
             try:
-                print(f"{backend.name:22s} values {value_width} wide: {_measure(backend, leaves)}", flush=True)
+                print(f"{name:22s} values {value_width} wide: {_measure(backends, leaves)}", flush=True)
             except RuntimeError as error:
-                print(f"{backend.name:22s} values {value_width} wide: refuses ({str(error).splitlines()[0]})")
+                print(f"{name:22s} values {value_width} wide: refuses ({str(error).splitlines()[0]})")
     return 0
 
 
-def _measure(backend: SDPBackend, leaves: list[Tensor]) -> str:
+def _measure(backends: Sequence[SDPBackend], leaves: list[Tensor]) -> str:
     grad = torch.ones_like(leaves[2])
 
     def forward() -> Tensor:
-        with sdpa_kernel(backend):
+        with sdpa_kernel(list(backends)):
             return F.scaled_dot_product_attention(leaves[0], leaves[1], leaves[2], is_causal=True)
 
     def backward() -> tuple[Tensor, ...]:
