@@ -18,8 +18,9 @@ from overlap.orders import Order, get_order
 from overlap.plan import Planner
 from overlap.scale import LossScale, PerMicrobatch
 from overlap.selective import check_modules
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
+from recompute.keep import HOST_ONLY, Sharded, Stores
 
 
 class HasProgram(Protocol):
@@ -40,6 +41,7 @@ class ModelChunk(nn.Module):
         seed: The run's seed; with `steps_done` it decides every draw.
         loss_scale: How the losses of a step's microbatches are weighted.
         lanes: Where issues run.
+        shards: The ranks over which a config with keep="sharded" cuts its segment inputs.
 
     Raises:
         ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have.
@@ -56,6 +58,7 @@ class ModelChunk(nn.Module):
         seed: int = 0,
         loss_scale: LossScale = PerMicrobatch(),  # noqa: B008 (frozen)
         lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
+        shards: Sharded | None = None,
     ) -> None:
         super().__init__()
         if any(p.dtype is torch.float16 for p in module.parameters()):
@@ -76,9 +79,11 @@ class ModelChunk(nn.Module):
         self.lanes = lanes
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
+        self.shards = shards
         self._bind()
         for config in configs:
             check_modules(self.program, config)
+        _check_shards(configs, shards)
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
@@ -101,6 +106,11 @@ class ModelChunk(nn.Module):
         return list(self.recompute)
 
     @property
+    def stores(self) -> Stores:
+        """Where segment inputs may wait."""
+        return HOST_ONLY if self.shards is None else {**HOST_ONLY, Keep.SHARDED: self.shards}
+
+    @property
     def device(self) -> torch.device:
         """Device of the parameters; the CPU if there are none."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
@@ -120,3 +130,17 @@ class ModelChunk(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()
+
+
+def _check_shards(configs: Sequence[RecomputeConfig], shards: Sharded | None) -> None:
+    """Sharded inputs need ranks, and ranks need sharded inputs.
+
+    Raises:
+        ConfigError: One is there without the other.
+    """
+    sharded = any(config.keep is Keep.SHARDED for config in configs)
+    if sharded and shards is None:
+        rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
+        raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
+    if shards is not None and not sharded:
+        raise ConfigError(field="shards", value=shards, rule="has no effect unless a config has keep='sharded'")

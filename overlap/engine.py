@@ -19,6 +19,7 @@ from overlap.lower import Event, Issue, Key, Piece, Plan
 from recompute import rng, state
 from recompute.errors import RecomputeError
 from recompute.inner import rebuilding
+from recompute.keep import HOST_ONLY, Store, Stores, fetch, park
 from recompute.precision import Precision
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
@@ -80,6 +81,7 @@ class Engine:
         delay_wgrad: Whether the plans hold W slots for all stages with `wgrad`: their graphs leave the weights out,
             so that no hook of a weight fires before its gradient is there.
         observers: Watch the step.
+        stores: Where segment inputs may wait for their replay.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class Engine:
         precision: Precision | None = None,
         delay_wgrad: bool = False,
         observers: Sequence[Observer] = (),
+        stores: Stores = HOST_ONLY,
     ) -> None:
         self._lanes = lanes
         self._run_seed = run_seed
@@ -100,6 +103,7 @@ class Engine:
         self._precision = precision
         self._delay_wgrad = delay_wgrad
         self._observers = tuple(observers)
+        self._stores = stores
 
     def run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
         """Run every issue of a plan.
@@ -252,6 +256,18 @@ class Engine:
             tape.backward(gradients)
         return tape.take_gradients(issue.tracked)
 
+    def _store(self, issue: Issue, owner: MicrobatchState) -> None:
+        self._transfer(issue, owner, park)
+
+    def _load(self, issue: Issue, owner: MicrobatchState) -> None:
+        self._transfer(issue, owner, fetch)
+
+    def _transfer(self, issue: Issue, owner: MicrobatchState, move: Callable[[Any, Store], Any]) -> None:
+        store = self._stores[issue.keep]
+        for source, target in zip(issue.reads, issue.writes, strict=True):
+            if target is not None:
+                owner.values[target] = move(owner.values[source], store)
+
     def _wgrad(self, issue: Issue, owner: MicrobatchState) -> None:
         collector, weight_values = owner.pending.pop(issue.stage.key)
         for weight, gradient in collector.drain_each():
@@ -273,6 +289,8 @@ _HANDLERS: dict[Op, Callable[[Engine, Issue, MicrobatchState], None]] = {
     Op.REPLAY: lambda engine, issue, owner: engine._replay(issue, owner),
     Op.BACKWARD: lambda engine, issue, owner: engine._backward(issue, owner),
     Op.WGRAD: lambda engine, issue, owner: engine._wgrad(issue, owner),
+    Op.STORE: lambda engine, issue, owner: engine._store(issue, owner),
+    Op.LOAD: lambda engine, issue, owner: engine._load(issue, owner),
 }
 
 

@@ -30,6 +30,8 @@ class Lane(Enum):
     COMPUTE = "compute"
     COMM = "comm"
     P2P = "p2p"
+    COPY = "copy"
+    """Segment inputs on their way off the device and back."""
 
 
 class Op(StrEnum):
@@ -45,12 +47,16 @@ class Op(StrEnum):
     """Gradients of the inputs and, unless delayed, of the weights."""
     WGRAD = "W"
     """The delayed weight gradients."""
+    STORE = "S"
+    """Segment inputs that the stage wrote leave the device."""
+    LOAD = "L"
+    """They return, before the replay that reads them."""
     CALL = "X"
     """A call outside the model (a hook of the driver)."""
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_SLOT = re.compile(rf"([FNRBWX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
+_SLOT = re.compile(rf"([FNRBWSLX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)

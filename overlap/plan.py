@@ -8,6 +8,7 @@ from overlap.errors import ScheduleError
 from overlap.expand import expand
 from overlap.hidden import Hosts, hosts_of
 from overlap.ir import Program, Schedule, StageKey
+from overlap.keeping import add_transfers
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
@@ -62,6 +63,7 @@ def make_schedule(
     schedule = add_replay(schedule, sides, first=replay_first)
     if elide:
         schedule = elide_replay(schedule, sides)
+    schedule = add_transfers(schedule, sides)
     validate(schedule, sides)
     return schedule
 
@@ -113,6 +115,7 @@ class Planner:
                 hidden=config.replay is Replay.HIDDEN,
                 alone=rebuilt_stages(self.program, config, segments),
                 parts=rebuilt_parts(self.program, config, segments),
+                keep=config.keep,
             )
         return self._sides[config, trained]
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from overlap.ir import Op, Program, Schedule, Stage, StageKey
+from overlap.ir import WEIGHTS, Op, Program, Schedule, Stage, StageKey
+from recompute.config import Keep
 from recompute.modules import RecomputeModule
 from recompute.segments import RecomputeSegment
 
@@ -30,6 +31,8 @@ class Side:
     """Stages outside `segments` that are recomputed each by itself, just in time, in program order."""
     parts: Mapping[StageKey, frozenset[RecomputeModule]] = field(default_factory=dict)
     """Per stage, what it rebuilds inside its own backward."""
+    keep: Keep = Keep.DEVICE
+    """Where the inputs of segments wait for their replay."""
 
     @cached_property
     def segment_of(self) -> dict[int, int]:
@@ -51,6 +54,28 @@ class Side:
     @cached_property
     def _alone(self) -> dict[StageKey, int]:
         return {key: len(self.segments) + place for place, key in enumerate(self.alone)}
+
+    def together(self, value: str, reader: Stage) -> bool:
+        """Whether a value is written in its reader's own segment."""
+        producer = self.program.producers.get(value)
+        return producer is not None and self.segment(producer) == self.segment(reader)
+
+    @cached_property
+    def stored(self) -> tuple[str, ...]:
+        """Segment inputs that wait elsewhere than on the device; see overlap.keeping."""
+        if self.keep is Keep.DEVICE:
+            return ()
+        program = self.program
+        replays = [stage for stage in program.stages if stage.key in self.replay_needed]
+        values = dict.fromkeys(v for stage in replays for v in stage.reads if not self.together(v, stage))
+        return tuple(value for value in values if value in program.producers and not self._stays(value))
+
+    def _stays(self, value: str) -> bool:
+        """Whether a written value stays on the device anyway: a parameter, a pinned value, one that a graph keeps."""
+        producer = self.program.producers[value]
+        graphs = [reader for reader in self.program.readers[value] if self.first_pass(reader) is Op.FORWARD]
+        kept = any(self.needs_activations(reader) for reader in graphs)
+        return kept or producer.key == (None, WEIGHTS) or value in producer.pins
 
     def first_pass(self, stage: Stage) -> Op:
         """N inside a segment, F elsewhere; N everywhere when no backward follows."""

@@ -224,6 +224,7 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
         precision=capture_precision(device.type),
         delay_wgrad=chunk.delay_wgrad,
         observers=observers,
+        stores=chunk.stores,
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:

@@ -14,7 +14,10 @@ PACKAGES = ("recompute", "overlap")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
     *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
-    *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
+    *(
+        f"overlap.{name}"
+        for name in ("builder", "chain", "clocks", "costs", "errors", "expand", "hidden", "ir", "keeping", "lower")
+    ),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
 )

@@ -90,6 +90,8 @@ class Footprint:
     """By the setting of `delay_wgrad`, under which graphs leave the weights out."""
     feeds: Mapping[str, tuple[int, ...]]
     """Bytes of a copy of each tensor in each feed."""
+    spans: Mapping[str, tuple[tuple[int, int], ...]]
+    """Per written value, for each tensor the elements that a copy of it elsewhere holds, and the bytes of one."""
     snapshots: Mapping[StageKey, tuple[int, ...]]
     """Bytes of the copies of each stage's in-place state."""
 

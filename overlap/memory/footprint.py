@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
@@ -28,6 +29,7 @@ from overlap.selective import rebuilt_parts
 from overlap.side import Side
 from recompute import state
 from recompute.config import RecomputeConfig
+from recompute.keep import span
 from recompute.modules import RecomputeModule
 from recompute.precision import capture_precision, no_autocast
 
@@ -68,14 +70,16 @@ def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (F
     facts: dict[bool, dict[Kind, Facts]] = {}
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device), StorageTracker(real_bytes) as tracker:
         values = {name: Layout.of(value) for name, value in feeds.items()}
+        written = dict(values)
         for delay in delayed:
             # No generators: fake tensors are not drawn, and the live ones stay as they are.
             engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
-            dry = DrySlots(engine, tracker, dict(values), facts.setdefault(delay, {}))
+            dry = DrySlots(engine, tracker, written, facts.setdefault(delay, {}))
             _run_slots(chunk, dry, delayed=delay)
         return Footprint(
             facts=facts,
             feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
+            spans={name: tuple(map(_span, tree_leaves(written[name]))) for name in program.producers},
             snapshots={stage.key: _copied(stage.state, tracker) for stage in program.stages if stage.state},
         )
 
@@ -116,6 +120,11 @@ def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple
     schedule = make_schedule(get_order("plain"), forward, backward, delayed=delayed, elide=False)
     sides = {number: side for number, side in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)) if side is not None}
     return lower(schedule, sides, {}).issues
+
+
+def _span(leaf: Any) -> tuple[int, int]:
+    """Elements and bytes of one; nothing for what is no tensor."""
+    return (span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
 
 
 def _copied(tensors: Sequence[Tensor], tracker: StorageTracker) -> tuple[int, ...]:

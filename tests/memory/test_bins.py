@@ -11,7 +11,7 @@ def claims(*, inputs=(), pinned=(), pending=()) -> Claims:
 
 
 def test_names_are_the_contract() -> None:
-    names = ["segment_inputs", "pinned_routing", "live_segment", "pending_wgrad", "rng_states", "rest"]
+    names = ["segment_inputs", "pinned_routing", "live_segment", "pending_wgrad", "rng_states", "rest", "host_inputs"]
     assert sorted(kind.value for kind in Bin) == sorted(names)
     assert sorted(Usage(curve=()).as_json()) == sorted([*names, "total"])
 

@@ -45,7 +45,8 @@ class Body:
         left, right = rebuild(UP, self.up, x * 2)
         mixed = rebuild(ACT, self.act, left, right.t(), draws=self.dropout > 0)
         # Draws of the rest of the stage go on as if the part had drawn nothing.
-        return (mixed @ self.second + torch.rand(6)).square()
+        result: Tensor = (mixed @ self.second + torch.rand(6)).square()
+        return result
 
 
 def gradients(body: Body, modules: set[RecomputeModule], *, autocast: bool = False) -> list[Tensor]:
