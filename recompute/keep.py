@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_map, tree_map_only
 
 from recompute.config import Keep
 
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+
 
 class Store(Protocol):
     """Takes flat tensors in and gives them back; runs on whatever stream is current."""
@@ -67,7 +70,7 @@ class Sharded:
     def get(self, kept: Tensor, length: int, device: torch.device) -> Tensor:
         """Gather the parts of all ranks."""
         whole = kept.new_empty(kept.shape[0] * self.ranks)
-        dist.all_gather_into_tensor(whole, kept, group=self._group)
+        _all_gather(whole, kept, group=self._group)
         return whole
 
 

@@ -19,6 +19,7 @@ PURE = (
         for name in ("builder", "chain", "clocks", "costs", "errors", "expand", "hidden", "ir", "keeping", "lower")
     ),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
+    "overlap.parallel.layout",
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
 )
 OPTIONAL = ("transformer_engine", "deep_ep")
