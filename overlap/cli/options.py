@@ -14,10 +14,10 @@ from overlap.cli.parallel_options import (
     read_parallel,
     transport_of,
 )
-from overlap.cli.recompute_options import NO_METHOD, add_recompute_options, describe_recompute, read_recompute
+from overlap.cli.recompute_options import add_recompute_options, describe_recompute, read_recompute
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
-from recompute.config import Method, RecomputeConfig, Replay
+from recompute.config import RecomputeConfig
 from recompute.errors import ConfigError
 
 DEFAULT_ORDER = "multi_queue"
@@ -85,10 +85,6 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     _add_token_options(model)
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
-    step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
-    step.add_argument("--num-layers", type=_integer, metavar="N", help="layers per segment, or layers (block)")
-    step.add_argument("--recompute-mtp", action="store_true", help="recompute the MTP depths under method block too")
-    step.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
     add_recompute_options(step)
     step.add_argument(
         "--order",
@@ -177,14 +173,6 @@ def _check_own_model(args: argparse.Namespace) -> None:
     for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport", "ep", "capacity_factor", "route"):
         if name in vars(args) and getattr(args, name) != args.default_of(name):
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
-
-
-def _integer(text: str) -> int | str:
-    """An integer where it is one; other text is refused later, with the rule."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def describe(options: Options) -> dict[str, object]:

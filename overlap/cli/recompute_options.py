@@ -1,10 +1,10 @@
-"""The options about parts of layers and about where segment inputs wait; and all recompute options as a config."""
+"""The options that say what is recomputed, when, and where its inputs wait."""
 
 from __future__ import annotations
 
 import argparse
 
-from recompute.config import Granularity, Keep, RecomputeConfig, Replay
+from recompute.config import Granularity, Keep, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.modules import RecomputeModule
 
@@ -13,6 +13,10 @@ NO_METHOD = "none"
 
 def add_recompute_options(group: argparse._ArgumentGroup) -> None:
     """Add them to a group of the parser."""
+    group.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
+    group.add_argument("--num-layers", type=_integer, metavar="N", help="layers per segment, or layers (block)")
+    group.add_argument("--recompute-mtp", action="store_true", help="recompute the MTP depths under method block too")
+    group.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
     group.add_argument(
         "--granularity", help=f"{', '.join(Granularity)} (default: what --method and --recompute-modules ask for)"
     )
@@ -22,6 +26,14 @@ def add_recompute_options(group: argparse._ArgumentGroup) -> None:
         help=f"parts to rebuild in the layers that --method leaves alone, by comma: {', '.join(RecomputeModule)}",
     )
     group.add_argument("--keep", help=f"where segment inputs wait for their replay: {', '.join(Keep)} (default device)")
+
+
+def _integer(text: str) -> int | str:
+    """An integer where it is one; other text is refused later, with the rule."""
+    try:
+        return int(text)
+    except ValueError:
+        return text
 
 
 def read_recompute(args: argparse.Namespace) -> RecomputeConfig:
