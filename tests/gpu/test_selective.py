@@ -109,7 +109,7 @@ def peak(rule: RecomputeConfig, layers: int) -> int:
 
 
 def test_host_inputs_leave_the_device() -> None:
-    """A layer more costs its input (128 tokens of width 128 in bfloat16) on the device, and nearly nothing elsewhere."""
+    """A layer more costs its input (128 tokens of width 128, bfloat16) on the device, or nearly nothing there."""
     size = 2 * 64 * 128 * 2
     near = peak(RecomputeConfig.uniform(1), 24) - peak(RecomputeConfig.uniform(1), 8)
     far = peak(RULES["uniform1-host"], 24) - peak(RULES["uniform1-host"], 8)

@@ -198,6 +198,14 @@ def test_no_bit_of_a_tiny_program_changes(config: RecomputeConfig) -> None:
     assert differences(result_of(expected), result_of(found)) == []
 
 
+def test_microbatches_may_keep_elsewhere_or_not() -> None:
+    configs = [uniform(1), RecomputeConfig.uniform(1), STAGES, MIXED]
+    expected, found = (tiny_chunk("MMM", shape={"shared": True}, recompute=configs) for _ in range(2))
+    reference_step(expected, tiny_feeds(4))
+    train_step(found, tiny_feeds(4))
+    assert differences(result_of(expected), result_of(found)) == []
+
+
 class Stale(Engine):
     """Control: what returns is another microbatch's."""
 
