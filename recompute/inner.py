@@ -59,7 +59,18 @@ class _Foreign(NamedTuple):
 class _Part:
     """One call of a part: what it takes to run it again, and what was rebuilt and not yet fetched."""
 
-    __slots__ = ("_built", "_call", "_contexts", "_inputs", "_module", "_outputs", "_shapes", "_views", "builds")
+    __slots__ = (
+        "_built",
+        "_call",
+        "_contexts",
+        "_inputs",
+        "_left",
+        "_module",
+        "_outputs",
+        "_shapes",
+        "_views",
+        "builds",
+    )
 
     def __init__(self, module: RecomputeModule, call: Callable[..., Any], contexts: Contexts) -> None:
         self._module = module
@@ -68,7 +79,9 @@ class _Part:
         self._inputs: list[tuple[Any, bool]] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._views: dict[int, int] = {}
-        """Per output, how many views of it were saved and not yet fetched."""
+        """Per output, how many views of it were saved."""
+        self._left: dict[int, int] = {}
+        """How many of them were not fetched since the last build."""
         self._built: dict[int, Tensor] = {}
         self._outputs: dict[int, Tensor] = {}
         self.builds = 0
@@ -105,8 +118,8 @@ class _Part:
         if view.place not in self._outputs:
             self._build()
         result = self._outputs[view.place].as_strided(view.size, view.stride, view.offset)
-        self._views[view.place] -= 1
-        if not self._views[view.place]:
+        self._left[view.place] -= 1
+        if not self._left[view.place]:
             del self._outputs[view.place]
         return result
 
@@ -139,7 +152,8 @@ class _Part:
                 f"{[(tensor.shape, tensor.dtype) for tensor in built]} when it was rebuilt"
             )
         self._built = dict(enumerate(built))
-        self._outputs = {place: outputs[place].detach() for place, count in self._views.items() if count}
+        self._outputs = {place: outputs[place].detach() for place in self._views}
+        self._left = dict(self._views)
 
 
 class _Scope:

@@ -74,7 +74,15 @@ def test_the_last_segment_alone_has_nothing_ahead() -> None:
 
 
 def test_what_a_graph_keeps_stays() -> None:
-    """Under `block 1` the eager layer 1 keeps its own input, so only layer 0's leaves."""
+    """The head keeps what the last decoder layer wrote, which an MTP depth is replayed from too."""
+    model = chunk(uniform(1), mtp=1)
+    side = model.planner.side(uniform(1), model.program.trained())
+    read = {value for stage in side.stages(2) for value in stage.reads}
+    assert "1.hidden" in read
+    assert side.stored == ("embedded", "0.hidden")
+
+
+def test_a_layer_that_is_not_recomputed_has_no_input_to_store() -> None:
     ahead, behind = schedules(RecomputeConfig.block(1, keep=HOST))
     assert [slot for slot in ahead + behind if slot[0] in "SL"] == ["S1.embed", "L0.embed"]
 

@@ -132,6 +132,31 @@ def test_what_parts_save_and_give_is_let_go() -> None:
     assert counts == {frozenset(): 3, frozenset({ACT}): 2, frozenset({UP, ACT}): 0}
 
 
+def test_what_was_rebuilt_is_let_go_when_it_is_fetched() -> None:
+    """A graph that is kept for a second backward holds no more than before the first, and gives the same again."""
+    body = Body()
+    x = torch.ones(6, 6, requires_grad=True)
+    parts = []
+
+    class Watched(inner._Part):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            parts.append(self)
+
+    with pytest.MonkeyPatch.context() as patch, seeded(7, GENERATORS), rebuilding({UP, ACT}):
+        patch.setattr(inner, "_Part", Watched)
+        loss = body(x).sum()
+    loss.backward(retain_graph=True)
+    first = body.first.grad
+    assert first is not None
+    first = first.clone()
+    assert [(part._built, part._outputs, part.builds) for part in parts] == [({}, {}, 1)] * 2
+    loss.backward()
+    assert body.first.grad is not None
+    assert torch.equal(body.first.grad, first + first)
+    assert [part.builds for part in parts] == [2, 2]
+
+
 def test_hooks_of_the_caller_see_what_is_kept() -> None:
     """Saved-tensor hooks do not add up in torch; those around a stage still get every tensor that stays."""
     plain = gradients(Body(), set())
