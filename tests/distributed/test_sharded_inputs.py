@@ -35,7 +35,7 @@ class Swapped(Engine):
 
 def build(config: RecomputeConfig) -> ModelChunk:
     # 7 tokens of width 15 make parts of unequal length.
-    shape = ModelConfig(vocab=17, layers=LAYERS, hidden=15, kv_rank=8, dense_layers=LAYERS, dropout=0.1, mtp=1)
+    shape = ModelConfig(vocab=17, layers=LAYERS, hidden=15, kv_rank=8, dense_layers=LAYERS, dropout=0.1)
     return ModelChunk(Decoder(shape), recompute=config, shards=Sharded() if config is FAR else None)
 
 
