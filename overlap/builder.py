@@ -38,6 +38,7 @@ class ProgramBuilder:
         self._inputs: list[Input] = []
         self._losses: list[Loss] = []
         self._shared: dict[str, Trainable] = {}
+        self._registered: dict[str, Callable[[], Any]] = {}
         self._mtp: set[int] = set()
         self._feed_checks: list[Callable[[Mapping[str, Any]], None]] = []
         self._layer: int | None = None
@@ -51,15 +52,22 @@ class ProgramBuilder:
         """Have every microbatch's feeds checked before a step; `check` raises a ConfigError that names the feed."""
         self._feed_checks.append(check)
 
-    def parameter(self, name: str, parameter: Trainable) -> Value:
+    def parameter(self, name: str, parameter: Trainable, registered: Callable[[], Any] | None = None) -> Value:
         """Make a parameter that several stages read (a tied embedding) a value.
 
         Its uses are summed per microbatch in reverse program order and added to `.grad` once (R3).
+
+        Args:
+            name: Of the value, behind `weight.`.
+            parameter: What decides whether it trains.
+            registered: Gives what stands in its place in the module when a step runs (a sharded parameter is together
+                in another object); None: the parameter itself.
         """
         value = f"weight.{name}"
         if value in self._shared or any(known is parameter for known in self._shared.values()):
             raise ProgramError(f"parameter {name!r} is made a value twice: make it one once and pass the handle on")
         self._shared[value] = parameter
+        self._registered[value] = registered or (lambda: parameter)
         return Value(value)
 
     @contextmanager
@@ -198,6 +206,7 @@ class ProgramBuilder:
         if not self._shared:
             return ()
         parameters = tuple(self._shared.values())
+        registered = tuple(self._registered.values())
         return (
             Stage(
                 layer=None,
@@ -205,7 +214,7 @@ class ProgramBuilder:
                 lane=Lane.COMPUTE,
                 reads=(),
                 writes=tuple(self._shared),
-                forward=lambda: parameters if len(parameters) > 1 else parameters[0],
+                forward=lambda: tuple(now() for now in registered) if len(registered) > 1 else registered[0](),
                 parameters=parameters,
             ),
         )

@@ -201,6 +201,7 @@ class Program:
     mtp_layers: frozenset[int] = field(default=frozenset())
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
+    _trained: dict[tuple[bool, ...], frozenset[StageKey]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_program(self)
@@ -261,7 +262,16 @@ class Program:
         return {source.name: source.needs_grad for source in self.inputs}
 
     def trained(self) -> frozenset[StageKey]:
-        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient."""
+        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient.
+
+        Looked up at every call, since parameters may be frozen between steps; equal answers are one object.
+        """
+        flags = tuple([parameter.requires_grad for stage in self.stages for parameter in stage.parameters])
+        if flags not in self._trained:
+            self._trained[flags] = self._find_trained()
+        return self._trained[flags]
+
+    def _find_trained(self) -> frozenset[StageKey]:
         alive = {source.name for source in self.inputs if source.needs_grad}
         stages: set[StageKey] = set()
         for stage in self.stages:

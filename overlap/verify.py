@@ -115,6 +115,7 @@ def verify(
     *,
     engine_type: Callable[..., Engine] = Engine,
     reference: Callable[[ModelChunk, Sequence[Feeds]], list[Losses]] = reference_step,
+    prepare: Callable[[ModelChunk], ModelChunk] = lambda chunk: chunk,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -123,6 +124,7 @@ def verify(
         batches: The microbatches of each step.
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
+        prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
 
     Returns:
         The verdict over all steps.
@@ -133,8 +135,8 @@ def verify(
     """
     for microbatches in batches[:1]:
         agree_on_step(chunk, len(microbatches))
-    sides = (copy.deepcopy(chunk), copy.deepcopy(chunk))
-    optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3) for side in sides]
+    sides = (prepare(copy.deepcopy(chunk)), prepare(copy.deepcopy(chunk)))
+    optimizers = [torch.optim.AdamW(side.parallel.parameter_groups(side), lr=1e-3) for side in sides]
     peak = 0
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
@@ -180,7 +182,10 @@ def _same(expected: Tensor | None, found: Tensor | None) -> bool:
 
 
 def _gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in chunk.module.named_parameters()}
+    return {
+        name: None if parameter.grad is None else chunk.parallel.local(parameter.grad)
+        for name, parameter in chunk.module.named_parameters()
+    }
 
 
 def _buffers(chunk: ModelChunk) -> dict[str, Tensor | None]:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("recompute", "overlap")
 FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
+    *(f"overlap.pipeline_model.{name}" for name in ("actions", "costs", "layout", "memory", "run", "trace")),
+    "overlap.recordings",
     *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
     *(
         f"overlap.{name}"

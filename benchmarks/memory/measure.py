@@ -66,7 +66,7 @@ class Bench:
     def __init__(self, proxy: str) -> None:
         self.config: ModelConfig = PROXIES[proxy]
         with DEVICE:
-            self._model = Decoder(self.config, seed=0, init=_init_on_device)
+            self._model = Decoder(self.config, seed=0, init=init_on_device)
         self._model.to(DEVICE)
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -195,7 +195,7 @@ class Bench:
 
 
 @torch.no_grad()
-def _init_on_device(model: nn.Module, seed: int) -> None:
+def init_on_device(model: nn.Module, seed: int) -> None:
     """Fill the parameters on the device itself: billions of them take minutes on a CPU."""
     torch.cuda.manual_seed(seed)
     for parameter in model.parameters():
@@ -216,9 +216,9 @@ def timed(step: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def random_feeds(vocab: int, seq: int = SEQ) -> list[Feeds]:
+def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0) -> list[Feeds]:
     """The microbatches of one step, each a sequence of `seq` tokens."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Feeds:
         tokens = torch.randint(vocab, (1, seq + 1), generator=generator).to(DEVICE)

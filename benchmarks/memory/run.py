@@ -25,10 +25,10 @@ BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
 
 
-def environment() -> dict[str, Any]:
+def environment(program: str = "python -m benchmarks.memory.run") -> dict[str, Any]:
     """What the numbers depend on."""
     return {
-        "command": " ".join(["python -m benchmarks.memory.run", *sys.argv[1:]]),
+        "command": " ".join([program, *sys.argv[1:]]),
         "date": datetime.now(tz=UTC).date().isoformat(),
         "torch": torch.__version__,
         "python": platform.python_version(),

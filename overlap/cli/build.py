@@ -17,11 +17,14 @@ from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
+from overlap.dispatch.symmetric_memory import SymmetricMemory, mapped_peers
 from overlap.engine import Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
+from overlap.model.precision import DTYPES, wide_dtype
 from overlap.model.routes import fix_route
 from overlap.orders import load_order
+from overlap.parallel.scale import PerTokenOfRanks
 from overlap.parallel.work_lanes import WorkLanes
 from overlap.parallel.works import Works
 from overlap.parallel.world import SOLO, World
@@ -58,7 +61,7 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
         scale: LossScale = PerMicrobatch()
     else:
         module = Decoder(options.model, transport=_transport(options, world, works), seed=options.seed)
-        scale = PerToken() if options.model.per_token_loss else PerMicrobatch()
+        scale = _token_scale(world) if options.model.per_token_loss else PerMicrobatch()
         _fix_route(module, options)
     return ModelChunk(
         module.to(device),
@@ -70,6 +73,22 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
         lanes=_lanes(device, works, world),
         world=world,
     )
+
+
+def parallel(chunk: ModelChunk, options: Options, *, keep_together: bool = False) -> ModelChunk:
+    """Keep the chunk in step with its replicas, as the options say; nothing to do in one process."""
+    if chunk.world.groups is None:
+        return chunk
+    # costs a second to import, which a run of one process need not wait for
+    from overlap.parallel.attach import DataSettings, make_parallel
+
+    wide = wide_dtype(DTYPES[options.model.dtype])
+    settings = DataSettings(fsdp=options.parallel.fsdp, keep_together=keep_together, reduce_dtype=wide)
+    return make_parallel(chunk, settings)
+
+
+def _token_scale(world: World) -> LossScale:
+    return PerToken() if world.groups is None else PerTokenOfRanks(world)
 
 
 def _lanes(device: torch.device, works: Works, world: World) -> Lanes:
@@ -84,6 +103,9 @@ def _transport(options: Options, world: World, works: Works) -> Transport:
         "host_loopback": partial(HostLoopback, options.loopback_scale),
         "sm_copy": SmCopy,
         "all_to_all": lambda: AllToAll(world.ep_group, works, world.collectives),
+        "symmetric_memory": lambda: SymmetricMemory(
+            world.ep_group, world.collectives, mapped_peers(world.ep_group, world.device, options.parallel.timeout)
+        ),
     }
     return makers[options.transport]()
 

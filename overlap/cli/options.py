@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, field
 
 from overlap.cli.parallel_options import (
+    RANK_TRANSPORTS,
     ParallelOptions,
     capacity_of,
     describe_parallel,
@@ -24,7 +25,7 @@ DEFAULT_ORDER = "multi_queue"
 MAX_SEED = 10**12
 """Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
 DEVICES = ("cpu", "cuda")
-TRANSPORTS = ("local", "host_loopback", "sm_copy", "all_to_all")
+TRANSPORTS = ("local", "host_loopback", "sm_copy", *RANK_TRANSPORTS)
 _OWN_MODEL_RULE = "has no effect with --program: the function decides it"
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from overlap.cli.build import build_chunk, random_microbatches
+from overlap.chunk import ModelChunk
+from overlap.cli.build import build_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
-from overlap.cli.parallel_options import add_parallel_options, joined
+from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.report import console, print_json, table
+from overlap.cli.reproducible import reproducible
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
 from overlap.parallel.agree import gather
@@ -40,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
-    with joined(options.parallel, options.device) as world:
+    with reproducible(options.device), joined(options.parallel, options.device) as world:
         return _run(options, args, world)
 
 
@@ -52,17 +56,32 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         control = make_control(args.control, chunk, options.microbatches)
         engine_type, broken = control.engine_type, control.broken
     batches = [random_microbatches(options, step) for step in range(args.steps)]
-    own = verify(chunk, batches, engine_type=engine_type)
+    # a slot that a control moves finds its parameters only if they are there for the whole step
+    prepare = partial(parallel, options=options, keep_together=args.control == "swap_slots")
+    own = verify(chunk, batches, engine_type=engine_type, prepare=prepare)
     verdicts = gather(world, own)
     verdict = merged(verdicts)
     status = EQUAL if verdict.equal else DIFFERENT
-    if world.rank:
-        return status
+    if not world.rank:
+        _report(verdicts, verdict, chunk, options, args, broken)
+    if status != EQUAL:
+        leave_together(world)
+    return status
+
+
+def _report(
+    verdicts: Sequence[Verdict],
+    verdict: Verdict,
+    chunk: ModelChunk,
+    options: Options,
+    args: argparse.Namespace,
+    broken: str | None,
+) -> None:
     if args.control is not None:
         print(f"control {args.control}: {broken}", file=sys.stderr)
     payload = _payload(verdict, step_facts(chunk, options.microbatches))
-    if world.size > 1:
-        payload["ranks"] = [{"rank": rank, **_summary(verdict)} for rank, verdict in enumerate(verdicts)]
+    if len(verdicts) > 1:
+        payload["ranks"] = [{"rank": rank, **_summary(own)} for rank, own in enumerate(verdicts)]
     payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
     if args.control is not None:
         payload["broken"] = broken
@@ -70,7 +89,6 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         print_json(payload)
     else:
         _show(verdict, payload)
-    return status
 
 
 def _payload(verdict: Verdict, facts: StepFacts) -> dict[str, Any]:

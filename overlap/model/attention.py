@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.model.config import Attention, ModelConfig
+from overlap.model.fused import fused
+from overlap.model.latent_heads import turned
 from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
@@ -61,13 +63,21 @@ class LatentAttention(nn.Module):
     def _up(self, down: Tensor, latent: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """From what the first projections give to query, key and value [B, H, S, d]."""
         config = self.config
-        up = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
-        q_nope, q_rope = _split(_heads(up, config.heads), config.rope_dim)
+        queries = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
         latent, k_rope = _split(latent, config.rope_dim)
-        expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
-        k_nope, value = _split(expanded, config.value_dim)
-        k_rope = self.rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
-        query = torch.cat((q_nope, self.rotary(q_rope, positions)), -1)
+        expanded = self.key_value(self.latent_norm(latent))
+        make = turned if fused(queries) else self._turned
+        return make(self.rotary, positions, queries, expanded, k_rope, config.heads)
+
+    def _turned(
+        self, rotary: Rotary, positions: Tensor | None, queries: Tensor, expanded: Tensor, k_rope: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """latent_heads.turned(), of torch's own operations."""
+        config = self.config
+        q_nope, q_rope = _split(_heads(queries, heads), config.rope_dim)
+        k_nope, value = _split(_heads(expanded, heads), config.value_dim)
+        k_rope = rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
+        query = torch.cat((q_nope, rotary(q_rope, positions)), -1)
         return query, torch.cat((k_nope, k_rope), -1), value
 
 

@@ -73,7 +73,7 @@ class Decoder(nn.Module):
         b.check_feeds(partial(check_feeds, self.config))
         names = ("ids", *(("labels",) if self.config.labels else ()), *sequence_feeds(self.config))
         feeds = {name: b.input(name) for name in names}
-        weights = Weights(b, self._shared())
+        weights = Weights(b, self._shared(), self)
         tokens = tuple(feeds[name] for name in sequence_feeds(self.config))
         state = self._build_embed(b, weights, feeds["ids"])
         entry = DecoderEntry(self.config)

@@ -30,10 +30,15 @@ class Weights:
     Args:
         b: The program's builder.
         shared: These parameters, by name.
+        owner: The module that they are registered in, where a step finds what stands in their place.
     """
 
-    def __init__(self, b: ProgramBuilder, shared: Mapping[str, nn.Parameter]) -> None:
-        self._values = {id(parameter): b.parameter(name, parameter) for name, parameter in shared.items()}
+    def __init__(self, b: ProgramBuilder, shared: Mapping[str, nn.Parameter], owner: nn.Module) -> None:
+        paths = {id(parameter): path for path, parameter in owner.named_parameters()}
+        self._values = {
+            id(parameter): b.parameter(name, parameter, partial(owner.get_parameter, paths[id(parameter)]))
+            for name, parameter in shared.items()
+        }
 
     def value(self, parameter: nn.Parameter) -> Value:
         """Handle of a shared parameter."""

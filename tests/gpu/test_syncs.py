@@ -10,7 +10,11 @@ from overlap.model import ModelConfig
 from overlap.model.router import Router
 from tests.gpu.test_verify import RULES, SHAPE, VARIANTS, batches, make_chunk
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch says that the mode may miss some waits
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
+]
 
 
 @pytest.fixture

@@ -30,8 +30,8 @@ def test_counts_are_checked() -> None:
         grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), torch.tensor([1, 2]), True)
 
 
-@pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 512), (1, 64 * 2**20), (2**30, 256)])
-def test_pieces_are_whole_tiles_below_64_mib(column_bytes: int, width: int) -> None:
+@pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 768), (1, 96 * 2**20), (2**30, 256)])
+def test_pieces_are_whole_tiles_below_96_mib(column_bytes: int, width: int) -> None:
     assert _piece_width(column_bytes) == width
 
 
