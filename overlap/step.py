@@ -287,12 +287,21 @@ def _step(
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:
             yield engine
-        except BaseException:
             chunk.lanes.finish()
-            chunk.parallel.abandon()
+            chunk.parallel.end()
+        except BaseException:
+            _abandon(chunk)
             raise
+
+
+def _abandon(chunk: ModelChunk) -> None:
+    """Leave nothing of a failed step behind."""
+    if chunk.world.debug is not None:
+        chunk.world.debug.clear()
+    try:
         chunk.lanes.finish()
-        chunk.parallel.end()
+    finally:
+        chunk.parallel.abandon()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from overlap.lanes import Owner
 from overlap.lower import Issue
 from overlap.model import Decoder, ModelConfig
 from overlap.parallel.work_lanes import WorkLanes
-from overlap.parallel.works import Works
+from overlap.parallel.works import Launched, Works
 from recompute import RecomputeConfig, Replay
 
 
@@ -205,3 +205,33 @@ def test_a_transfer_of_a_transfer_waits_for_the_first() -> None:
 def test_copies_of_a_chunk_share_their_lanes() -> None:
     lanes = WorkLanes(Works())
     assert copy.deepcopy(lanes) is lanes
+
+
+def test_a_transfer_that_fails_leaves_none_behind() -> None:
+    class Lost(LateCopy):
+        def wait(self) -> bool:
+            raise RuntimeError("connection closed")
+
+    works = Works()
+    lanes = WorkLanes(works)
+    chunk = chunk_with(LateTransport(works), lanes, RecomputeConfig.none(), False)
+    chunk.checked = True
+
+    class Cut:
+        def before(self, issue: Issue, owner: Owner) -> None:
+            return
+
+        def after(self, issue: Issue, owner: Owner) -> None:
+            if issue.lane is Lane.COMM:
+                lost = Lost(torch.ones(1), torch.ones(1))
+                lanes._pending.append((lanes._issued, Launched(cast(Any, lost), ())))
+
+    with pytest.raises(RuntimeError, match="connection closed"):
+        train_step(chunk, microbatches(), observers=(Cut(),))
+    assert not lanes._pending
+    for parameter in chunk.parameters():
+        parameter.grad = None
+    train_step(chunk, microbatches())
+    wanted = chunk_with(LocalTransport(), WorkLanes(Works()), RecomputeConfig.none(), False)
+    reference_step(wanted, microbatches())
+    assert all(same_bits(gradients(chunk)[name], gradient) for name, gradient in gradients(wanted).items())
