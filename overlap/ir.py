@@ -14,21 +14,22 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from overlap.errors import ProgramError, ScheduleError
+from recompute.modules import RecomputeModule
 
 StageKey = tuple[int | None, str]
 """(layer, stage name); layer None: a stage of the chunk outside any layer, as `embed` and `head`."""
-
 
 WEIGHTS = "weights"
 """The chunk's first stage, which writes the parameters that several stages read; its backward sums their uses."""
 
 
 class Lane(Enum):
-    """Where a stage's kernels run: one stream each on a GPU."""
+    """Where a stage's kernels run, one stream each on a GPU; COPY: segment inputs on their way out and back."""
 
     COMPUTE = "compute"
     COMM = "comm"
     P2P = "p2p"
+    COPY = "copy"
 
 
 class Op(StrEnum):
@@ -44,12 +45,15 @@ class Op(StrEnum):
     """Gradients of the inputs and, unless delayed, of the weights."""
     WGRAD = "W"
     """The delayed weight gradients."""
+    STORE = "S"
+    LOAD = "L"
+    """Segment inputs that the stage wrote leave the device (S), and return before the replay that reads them (L)."""
     CALL = "X"
     """A call outside the model (a hook of the driver)."""
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_SLOT = re.compile(rf"([FNRBWX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
+_SLOT = re.compile(rf"([FNRBWSLX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +115,7 @@ class Trainable(Protocol):
 class Effect:
     """Something that happens once per microbatch when a step succeeds (R5): a counter, a logged loss.
 
-    `apply(value)` receives the tensor that the first pass wrote; effects are applied in microbatch order, then
-    program order, whatever the issue order was.
+    `apply(value)` receives what the first pass wrote; in microbatch order, then program order, however issued.
     """
 
     value: str
@@ -148,6 +151,8 @@ class Stage:
     parameters: tuple[Trainable, ...] = ()
     context: Callable[[], AbstractContextManager[object]] | None = None
     """Entered around `forward` in the first pass and in the replay alike (precision, R15)."""
+    inner: frozenset[RecomputeModule] = frozenset()
+    """Parts that `forward` can rebuild in its backward: it calls them through recompute.inner.rebuild."""
 
     @property
     def key(self) -> StageKey:
@@ -180,8 +185,7 @@ class Loss:
 class StepState:
     """State that a step's slots add to in any order, and that moves on once, when the step succeeds (R5).
 
-    Between two steps it is at rest. What a slot does to it is the same however often and in whatever order it is done
-    (a running maximum), so that a replay needs no copy of it.
+    It is at rest between steps. Slots may repeat what they do to it, in any order (a running maximum): no copy needed.
     """
 
     buffers: tuple[Any, ...]

@@ -7,18 +7,34 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
+from recompute.modules import RecomputeModule
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 _ALL_UP_TO = 8
 """Layers up to which every number of layers is tried; beyond, doublings and all of them."""
+
+SELECTIONS = tuple(
+    RecomputeConfig.selective(*names)
+    for names in (
+        ("attn",),
+        ("experts",),
+        ("attn", "experts"),
+        ("core_attn",),
+        ("moe_act",),
+        ("layernorm", "moe_act"),
+        ("mla_up_proj", "core_attn"),
+        ("core_attn", "layernorm", "mla_up_proj", "moe_act"),
+    )
+)
+"""Choices of modules that are tried, where a chunk has them."""
 
 
 def parse_bytes(text: str, field: str = "budget") -> int:
@@ -68,22 +84,25 @@ class Choice:
         return f"{self.recompute}{', delayed wgrad' if self.delay_wgrad else ''}"
 
 
-def choices(layers: int, *, mtp: bool) -> tuple[Choice, ...]:
-    """Every (method, num_layers, replay, wgrad) worth trying.
+def choices(layers: int, *, mtp: bool, modules: Collection[RecomputeModule]) -> tuple[Choice, ...]:
+    """Every (method, num_layers, replay, modules, keep, wgrad) worth trying.
 
     Args:
         layers: Decoder layers of the longest chunk.
         mtp: Whether a chunk has depths of multi-token prediction.
+        modules: Those that a chunk has.
     """
-    return tuple(Choice(config, delayed) for config in _configs(layers, mtp) for delayed in (False, True))
+    configs = (*_configs(layers, mtp), *(config for config in SELECTIONS if set(config.modules) <= {*modules}))
+    return tuple(Choice(config, delayed) for config in configs for delayed in (False, True))
 
 
 def _configs(layers: int, mtp: bool) -> Iterator[RecomputeConfig]:
-    """Every config; a further kind of recompute adds its settings here."""
+    """Every config of whole layers."""
     yield RecomputeConfig.none()
     for replay in Replay:
         for count in _counts(layers):
             yield RecomputeConfig.uniform(count, replay=replay)
+            yield RecomputeConfig.uniform(count, replay=replay, keep=Keep.HOST)
         for count in _counts(layers):
             yield RecomputeConfig.block(count, replay=replay)
             # The block of all layers and MTP depths is `uniform 1`.

@@ -17,7 +17,7 @@ from overlap.planning.evaluate import Setting
 from overlap.planning.explore import assumptions, explore
 from overlap.planning.survey import survey
 from recompute.errors import ConfigError
-from recompute.planner import Candidate, Decision, parse_bytes
+from recompute.planner import SELECTIONS, Candidate, Decision, parse_bytes
 
 _GIB = 2**30
 FITS, FITS_NOT = 0, 1
@@ -51,7 +51,7 @@ def run_budget(args: argparse.Namespace, options: Options) -> int:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
         task = progress.add_task("dry runs of the distinct chunks")
-        setting = Setting(job=job, survey=survey(job, device), device=device, order=options.order)
+        setting = Setting(job=job, survey=survey(job, device, SELECTIONS), device=device, order=options.order)
         decision = explore(setting, budget, lambda name: progress.update(task, description=name))
     pictures = []
     if args.out is not None:
@@ -95,6 +95,8 @@ def _candidate(candidate: Candidate, decision: Decision) -> dict[str, Any]:
         "num_layers": recompute.num_layers,
         "recompute_mtp": recompute.recompute_mtp,
         "replay": str(recompute.replay),
+        "modules": [str(module) for module in recompute.modules],
+        "keep": str(recompute.keep),
         "delay_wgrad": candidate.choice.delay_wgrad,
         "peak": candidate.peak,
         "bins": dict(candidate.bins),

@@ -91,7 +91,7 @@ def _job(args: argparse.Namespace, options: Options) -> int:
     job, device = read_job(args, options), read_device(args)
     if args.rank is not None and not 0 <= args.rank < job.pp:
         raise ConfigError(field="rank", value=args.rank, rule=f"must be from 0 to below pp ({job.pp})")
-    setting = Setting(job=job, survey=survey(job, device), device=device, order=options.order)
+    setting = Setting(job=job, survey=survey(job, device, (options.recompute,)), device=device, order=options.order)
     outcome = Evaluation(setting, Choice(options.recompute, options.delay_wgrad)).outcome()
     shown = outcome.fullest if args.rank is None else outcome.ranks[args.rank]
     payload = {

@@ -1,20 +1,34 @@
-"""Constants in graphs: a Python number that multiplies a tensor becomes a CPU tensor that the graph keeps.
+"""What only the CPU allocator counts: constants in graphs, and the states of generators while a stage draws.
 
-The CPU allocator counts it; dispatch modes never see it, and on an accelerator it takes no device memory.
+A Python number that multiplies a tensor becomes a CPU tensor that the graph keeps. Dispatch modes see neither, and on
+an accelerator they take no device memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from recompute.tape import Tape
 
-_SAVED = ("_saved_other", "_saved_self")
-"""Where torch's binary operators keep an operand."""
+_SAVED = ("_raw_saved_other", "_raw_saved_self")
+"""Where torch's binary operators keep an operand; raw, for asking for the operand would rebuild what is rebuilt."""
+
+
+class SeenGenerator(torch.Generator):
+    """A CPU generator of nobody, whose states are allocated where a tracker sees them; fake tensors draw nothing."""
+
+    def get_state(self) -> Tensor:
+        """As many bytes as a state takes, without meaning."""
+        return torch.empty(super().get_state().nbytes, dtype=torch.uint8)
+
+    def set_state(self, state: Tensor) -> Self:
+        """Nothing to put back."""
+        return self
 
 
 def constants_of(tape: Tape) -> Iterator[Tensor]:
@@ -28,6 +42,8 @@ def constants_of(tape: Tape) -> Iterator[Tensor]:
         seen.add(node)
         for name in _SAVED:
             saved = getattr(node, name, None)
-            if isinstance(saved, Tensor) and not isinstance(saved, FakeTensor):
-                yield saved
+            # Hooks stand in for tensors only, never for numbers.
+            value = None if saved is None or saved.unpack_hook is not None else saved.data
+            if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+                yield value
         todo += [following for following, _ in node.next_functions if following is not None]

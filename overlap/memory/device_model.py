@@ -25,12 +25,16 @@ class DeviceModel:
     """Device memory, peak."""
     network_gbytes: float
     """All-to-all of a rank across hosts, each way, peak."""
+    host_gbytes: float = 64.0
+    """Between device and host memory, each way, peak: sixteen lanes of PCIe 5."""
     matmul_share: float = 0.6
     """Of the peak, reached by matrix products."""
     memory_share: float = 0.75
     """Of the peak, reached by other kernels."""
     network_share: float = 0.8
     """Of the peak, reached by an all-to-all."""
+    host_share: float = 0.8
+    """Of the peak, reached by a copy to or from pinned host memory."""
     kernel_microseconds: float = 3.0
     """Least time of a kernel."""
     workspace: int = 81 * 2**20
@@ -51,6 +55,10 @@ class DeviceModel:
     def transfer_milliseconds(self, nbytes: float) -> float:
         """Of an all-to-all or a send that moves `nbytes` out of a rank."""
         return nbytes / (self.network_gbytes * self.network_share * _GIGA) * 1e3
+
+    def copy_milliseconds(self, nbytes: float) -> float:
+        """Of a copy to or from host memory."""
+        return nbytes / (self.host_gbytes * self.host_share * _GIGA) * 1e3
 
     def as_json(self) -> dict[str, float | str]:
         """All fields."""

@@ -6,32 +6,41 @@ what dies when the tables are dropped one after the other, says who holds what. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
-from overlap.ir import Op, Program
+from overlap.ir import Op, Program, StageKey
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
+from overlap.memory.constants import SeenGenerator
 from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
-from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.facts import Facts, Footprint, Kind, Spans
 from overlap.memory.layout import Layout, fresh
 from overlap.memory.refs import Source
 from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
+from overlap.selective import rebuilt_parts
 from overlap.side import Side
 from recompute import state
 from recompute.config import RecomputeConfig
+from recompute.keep import span
+from recompute.modules import RecomputeModule
 from recompute.precision import capture_precision, no_autocast
+from recompute.wgrad import adding_in_place
 
+RebuiltParts = Mapping[StageKey, Iterable[frozenset[RecomputeModule]]]
+"""Per stage, each choice of parts that a config rebuilds."""
 _FULL_SIZE_REDUCTIONS = frozenset(
     {
         torch.ops.aten.mse_loss.default,
@@ -61,6 +70,7 @@ def take_footprint(
     feeds: Feeds,
     delayed: Iterable[bool] = (False, True),
     *,
+    rules: Iterable[RecomputeConfig] | None = None,
     device: DeviceModel | None = None,
     constants: bool = False,
     granule: int = 1,
@@ -68,11 +78,12 @@ def take_footprint(
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
     Args:
-        chunk: From `fake_chunk`, inside its context. Its configs and order do not matter.
+        chunk: From `fake_chunk`, inside its context. Its configs and order do not matter if `rules` are given.
         feeds: One microbatch; only shapes and types are used.
         delayed: With which settings of `delay_wgrad` backward is examined.
+        rules: The footprint serves these, and all that rebuild no part of a stage; None: those of the chunk.
         device: Turns the work of each slot into time; None: no work is counted.
-        constants: Whether constants in graphs count, as they do for the CPU allocator.
+        constants: Whether constants in graphs and states of generators count, as they do for the CPU allocator.
         granule: Bytes that the allocator rounds a request up to.
 
     Raises:
@@ -85,20 +96,24 @@ def take_footprint(
     facts: dict[bool, dict[Kind, Facts]] = {}
     log = SlotLog(device)
     tracking = StorageTracker(partial(rounded_bytes, granule), log)
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker:
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker, adding_in_place():
         values = {name: Layout.of(value) for name, value in feeds.items()}
         layouts = dict(values)
+        rebuilt = _rebuilt_parts(program, configs_of(chunk) if rules is None else rules)
+        # Never the real ones: fake tensors are not drawn, and those stay as they are.
+        live = (SeenGenerator(),) if constants else ()
         for delay in delayed:
-            # No generators: fake tensors are not drawn, and the live ones stay as they are.
-            engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
+            engine = Engine(NullLanes(), run_seed=0, step=0, generators=live, precision=precision, delay_wgrad=delay)
             # A first pass without a graph is the same for both settings.
             bare = {kind: fact for found in facts.values() for kind, fact in found.items() if _is_bare(kind)}
             facts[delay] = dict(bare)
             dry = DrySlots(engine, tracker, layouts, facts[delay], log=log, constants=constants)
-            _run_slots(program, dry, delayed=delay, bare=not bare)
+            _run_slots(program, dry, rebuilt, delayed=delay, bare=not bare)
         return Footprint(
             facts=facts,
             feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
+            spans={stage.key: tuple(_spans(layouts[name]) for name in stage.writes) for stage in program.stages},
+            granule=granule,
             snapshots={stage.key: _copied(stage.state, tracker) for stage in program.stages if stage.state},
         )
 
@@ -107,7 +122,7 @@ def _is_bare(kind: Kind) -> bool:
     return kind.source is Source.FORWARD and not kind.graph and not kind.pinned
 
 
-def _run_slots(program: Program, dry: DrySlots, *, delayed: bool, bare: bool) -> None:
+def _run_slots(program: Program, dry: DrySlots, rebuilt: RebuiltParts, *, delayed: bool, bare: bool) -> None:
     """Every stage: forward without graph (if `bare`) and with it, first pass and replay; then each graph's backward."""
     keep = Side(program, (), program.trained())
     replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
@@ -117,6 +132,8 @@ def _run_slots(program: Program, dry: DrySlots, *, delayed: bool, bare: bool) ->
     for issue in _issues(keep, None, delayed):
         if issue.records:
             dry.forward(issue)
+            for parts in rebuilt.get(issue.stage.key, ()):
+                dry.forward(replace(issue, parts=parts))
         if issue.stage.pins and issue.stage.key in replays:
             dry.forward(replays[issue.stage.key])
     backward = _issues(None, keep, delayed)
@@ -126,10 +143,31 @@ def _run_slots(program: Program, dry: DrySlots, *, delayed: bool, bare: bool) ->
             dry.backward(issue, [wgrads[issue.stage.key]] if issue.delays else [])
 
 
+def configs_of(chunk: ModelChunk) -> Iterable[RecomputeConfig]:
+    """The configs of a chunk's microbatches."""
+    return (chunk.recompute,) if isinstance(chunk.recompute, RecomputeConfig) else chunk.recompute
+
+
+def _rebuilt_parts(program: Program, rules: Iterable[RecomputeConfig]) -> RebuiltParts:
+    """In every layer: which of them a segment covers differs where a layer stands for others."""
+    found: dict[StageKey, dict[frozenset[RecomputeModule], None]] = {}
+    for config in rules:
+        for key, parts in rebuilt_parts(program, config, ()).items():
+            found.setdefault(key, {})[parts] = None
+    return found
+
+
 def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple[Issue, ...]:
     schedule = make_schedule(get_order("plain"), forward, backward, delayed=delayed, elide=False)
     sides = {number: side for number, side in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)) if side is not None}
     return lower(schedule, sides, {}).issues
+
+
+def _spans(value: Any) -> Spans:
+    return tuple(
+        (span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
+        for leaf in tree_leaves(value)
+    )
 
 
 def _copied(tensors: Sequence[Tensor], tracker: StorageTracker) -> tuple[int, ...]:

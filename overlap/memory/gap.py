@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from overlap.chunk import ModelChunk
 from overlap.ir import StageKey
+from overlap.keeping import LOADED, STORED
 from overlap.lower import Issue, Key
 from overlap.plan import Planner
-from recompute.config import RecomputeConfig
+from recompute.config import Keep, RecomputeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,8 @@ class Gap:
 
     segment_inputs: frozenset[Key]
     pinned: frozenset[Key]
+    host: frozenset[Key]
+    """Segment inputs that wait in host memory."""
     copied: frozenset[str]
     """Feeds among the segment inputs: the step copies them, so that a replay reads what the first pass read."""
 
@@ -37,7 +40,11 @@ def gap_of(planner: Planner, config: RecomputeConfig, trained: frozenset[StageKe
     plain = {source.name for source in planner.program.inputs if not source.needs_grad}
     keys = planner.survivors(config, trained)
     pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
-    return Gap(segment_inputs=keys - pinned, pinned=pinned, copied=frozenset(name for name, _ in keys) & plain)
+    copied = frozenset(name for name, _ in keys) & plain
+    host = frozenset(key for key in keys if key[1] == STORED and config.keep is Keep.HOST)
+    # Before it leaves and when it is back a stored input is on the device.
+    near = {(name, copy) for name, kept in keys if kept == STORED for copy in (0, LOADED)}
+    return Gap(segment_inputs=(keys - pinned - host) | near, pinned=pinned, host=host, copied=copied)
 
 
 def slot_text(issue: Issue, number: int) -> str:

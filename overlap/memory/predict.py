@@ -6,7 +6,7 @@ Nothing runs: a table maps what the engine would have there to storage ids, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from overlap.chunk import ModelChunk
@@ -14,16 +14,18 @@ from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.memory.bins import Border, Claims, Highest, Storage, Usage, sum_bins
-from overlap.memory.facts import Facts, Footprint, Kind, backward_kind, forward_kind
+from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
 from overlap.memory.held import Held, Ids
 from overlap.memory.layout import Layout
 from overlap.memory.refs import OUTSIDE_REF, Ref, Source
-from overlap.memory.trace import highest
+from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.step import StepPlan, step_plans
+from recompute.config import Keep
+from recompute.keep import shard_length
 
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
 
@@ -45,9 +47,23 @@ class Walk:
         footprints: Of each microbatch; the same object where the shapes are the same.
         gaps: Of each microbatch, as `gaps_of` gives them.
         delayed: The chunk's `delay_wgrad`.
+        ranks: Over which sharded segment inputs are cut.
+        host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
     """
 
-    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool) -> None:
+    def __init__(
+        self,
+        footprints: Sequence[Footprint],
+        gaps: Sequence[Gap],
+        *,
+        delayed: bool,
+        ranks: int = 1,
+        host: bool = True,
+    ) -> None:
+        self._ranks = ranks
+        self._host = host
+        self._away: set[int] = set()
+        """Storages in host memory that does not count."""
         self._footprints = footprints
         self._gaps = gaps
         self._facts = [footprint.facts[delayed] for footprint in footprints]
@@ -64,6 +80,12 @@ class Walk:
         """The highest point inside every slot walked so far."""
         return tuple(self._tops)
 
+    @property
+    def live(self) -> int:
+        """Bytes that are held between slots."""
+        self._forget()
+        return sum(storage.nbytes for key, storage in self._storages.items() if key not in self._away)
+
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
         for plan, forward, backward in plans:
@@ -77,10 +99,11 @@ class Walk:
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         held.begun = True
-        self._forget()
-        start = sum(storage.nbytes for storage in self._storages.values())
+        start = self.live
         if issue.slot.op in _FORWARDS:
             slot = self._forward(issue, number)
+        elif issue.slot.op in (Op.STORE, Op.LOAD):
+            slot = self._move(issue, number)
         elif issue.slot.op is Op.BACKWARD:
             slot = self._backward(issue, number)
         else:
@@ -132,6 +155,24 @@ class Walk:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
         return WalkedSlot(facts, env, 0)
+
+    def _move(self, issue: Issue, number: int) -> WalkedSlot:
+        """A copy elsewhere, or one that is back."""
+        held = self._held[number]
+        footprint = self._footprints[number]
+        leaves = issue.slot.op is Op.STORE and issue.keep is Keep.HOST and not self._host
+        born: list[int] = []
+        spans = dict(zip(issue.stage.writes, footprint.spans[issue.stage.key], strict=True))
+        for key in issue.writes:
+            if key is not None:
+                sizes = [_rounded(nbytes, footprint.granule) for nbytes in _moved(spans[key[0]], issue, self._ranks)]
+                held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name)
+                if leaves:
+                    self._away.update(held.values[key])
+                born += sizes
+        trace = NOTHING if leaves else make_trace((size, None) for size in born)
+        work = replace(NO_WORK, traffic=float(sum(born)))
+        return WalkedSlot(Facts(born=tuple(born), trace=trace, work=work), {}, 0)
 
     def _wgrad(self, issue: Issue, number: int) -> WalkedSlot:
         held = self._held[number]
@@ -187,7 +228,8 @@ def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
         footprints: Of each microbatch of the step, in order; taken with the chunk's setting of `delay_wgrad`.
     """
     gaps = gaps_of(chunk, len(footprints))
-    return Walk(footprints, gaps, delayed=chunk.delay_wgrad).run(step_plans(chunk, len(footprints)))
+    ranks = 1 if chunk.shards is None else chunk.shards.ranks
+    return Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks).run(step_plans(chunk, len(footprints)))
 
 
 def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants: bool = False) -> list[Footprint]:
@@ -216,6 +258,18 @@ def _deaths(slot: WalkedSlot) -> dict[int, list[Ref]]:
         if window.dies is not None:
             found.setdefault(slot.env[window.dies], []).append(window.dies)
     return found
+
+
+def _rounded(nbytes: int, granule: int) -> int:
+    return -(-nbytes // granule) * granule
+
+
+def _moved(spans: Spans, issue: Issue, ranks: int) -> list[int]:
+    """Bytes of what an S or L slot allocates, a tensor each."""
+    if issue.keep is Keep.SHARDED:
+        parts = 1 if issue.slot.op is Op.STORE else ranks
+        return [shard_length(length, ranks) * parts * size for length, size in spans]
+    return [length * size for length, size in spans]
 
 
 def _by_adjoint(issue: Issue) -> tuple[Kind, Mapping[Ref, int]]:

@@ -13,7 +13,10 @@ from overlap.memory.facts import NO_WORK, Work
 from overlap.memory.refs import OUTSIDE_REF, Ref
 from overlap.memory.trace import Trace, make_trace
 from overlap.memory.tracker import tensors_of
+from overlap.model.grouped import piece_bytes
 
+_WITHIN = -2
+"""Id of what an operator allocates and frees within itself."""
 Flops = Callable[..., int]
 
 
@@ -40,15 +43,22 @@ class SlotLog:
 
     def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
         """An operator ran; a view does no work."""
+        if func is torch.ops.overlap.grouped_mm_wgrad_add.default:
+            # The one operator here that allocates within itself what is not small.
+            nbytes = piece_bytes(args[0], args[1], device=self._device is not None)
+            self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
         if self._device is None or not (allocates or func._schema.is_mutable):
             return
         formula: Flops | None = flop_registry.get(func.overloadpacket)
         flops = 0.0 if formula is None else float(formula(*args, **keywords, out_val=result))
-        traffic = float(sum(t.numel() * t.element_size() for t in tensors_of((args, keywords, result))))
+        # One that returns nothing reads and writes its first argument, and works in the type of the others.
+        changed = args[0] if result is None else result
+        traffic = float(sum(t.numel() * t.element_size() for t in tensors_of((args, keywords, changed))))
         self._work = Work(
             flops=self._work.flops + flops,
             traffic=self._work.traffic + traffic,
-            milliseconds=self._work.milliseconds + self._device.milliseconds(flops, traffic, _dtype(result)),
+            milliseconds=self._work.milliseconds
+            + self._device.milliseconds(flops, traffic, _dtype((result, args[1:]))),
         )
 
     def work(self) -> Work:

@@ -56,11 +56,13 @@ _BY_STAGE = {
 
 
 def sum_rank_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[RankBin, int]:
-    """Bytes of each kind; arguments as `sum_bins` takes them."""
+    """Bytes of each kind on the device; arguments as `sum_bins` takes them."""
     kinds = kinds_of(live, claims)
     totals = dict.fromkeys(RankBin, 0)
     for key, storage in live.items():
         kind = kinds[key]
+        if kind is Bin.HOST_INPUTS:
+            continue
         rest = _BY_STAGE.get(storage.stage, RankBin.ACTIVATIONS)
         totals[_CLAIMED.get(kind, rest)] += storage.nbytes
     return totals

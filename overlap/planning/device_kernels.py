@@ -127,6 +127,7 @@ def _attention_flops(query: Sequence[int], value: Sequence[int]) -> int:
 
 _ATTENTION, _BACKWARD = torch.ops.overlap.device_attention, torch.ops.overlap.device_attention_backward
 _GROUPED, _GROUPED_WGRAD = torch.ops.overlap.grouped_mm, torch.ops.overlap.grouped_mm_wgrad
+_GROUPED_ADD = torch.ops.overlap.grouped_mm_wgrad_add
 
 
 def register_flops() -> None:
@@ -136,6 +137,7 @@ def register_flops() -> None:
         # Five products of the same shapes, where the forward has two.
         _BACKWARD: lambda grad, query, key, value, *rest, **_: 5 * _attention_flops(query, value) // 2,
         _GROUPED: lambda x, weight, *rest, **_: 2 * x[0] * x[1] * weight[2],
+        _GROUPED_ADD: lambda into, x, grad, *rest, **_: 2 * x[0] * x[1] * grad[1],
         _GROUPED_WGRAD: lambda x, grad, *rest, **_: 2 * x[0] * x[1] * grad[1],
     }
     for operator, formula in formulas.items():

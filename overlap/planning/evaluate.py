@@ -22,8 +22,12 @@ from overlap.planning.chunks import ChunkShape, chunk_shapes, stages_of_rank
 from overlap.planning.job import Job
 from overlap.planning.survey import Survey
 from overlap.planning.timing import makespan, plan_milliseconds
-from overlap.planning.walk import RankWalk
+from overlap.planning.walk import Point, RankWalk
+from overlap.selective import modules_of
 from overlap.side import Side
+from recompute.config import Keep, RecomputeConfig
+from recompute.errors import ConfigError
+from recompute.modules import RecomputeModule
 from recompute.planner import Choice
 
 Shapes = tuple[ChunkShape | None, ChunkShape | None]
@@ -94,6 +98,11 @@ class Setting:
         return chunk_shapes(self.job)
 
     @cached_property
+    def modules(self) -> frozenset[RecomputeModule]:
+        """The modules that at least one chunk has."""
+        return frozenset(module for chunk in self.survey.values() for module in modules_of(chunk.program))
+
+    @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
         """Of every rank."""
         return rank_actions(self.job)
@@ -103,10 +112,15 @@ class Evaluation:
     """One choice under a setting.
 
     Raises:
+        ConfigError: Segment inputs are sharded, or no chunk has a module.
         ScheduleError: The order does not fit.
     """
 
     def __init__(self, setting: Setting, choice: Choice) -> None:
+        if choice.recompute.keep is Keep.SHARDED:
+            rule = "a job has no group here whose ranks hold the same segment inputs: take device or host"
+            raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
+        _check_modules(setting, choice.recompute)
         self._setting = setting
         self._choice = choice
         self._order: Order = load_order(setting.order, choice.recompute.replay)
@@ -183,7 +197,7 @@ class Evaluation:
             points = walk.points[before:]
             self._kinds[shapes] = _Kind(
                 bytes=max((point.bytes for point in points), key=total),
-                milliseconds=plan_milliseconds(plan, [self._time(i.lane, p.milliseconds) for i, p in
+                milliseconds=plan_milliseconds(plan, [self._time(i.lane, p) for i, p in
                                                       zip(plan.issues, points, strict=True)]),
             )  # fmt: skip
         return self._kinds[shapes]
@@ -225,10 +239,19 @@ class Evaluation:
         )
         return lower(schedule, sides, kept)
 
-    def _time(self, lane: Lane, milliseconds: float) -> float:
+    def _time(self, lane: Lane, point: Point) -> float:
         job = self._setting.job
+        if lane is Lane.COPY:
+            return self._setting.device.copy_milliseconds(point.traffic)
         if lane is not Lane.COMM:
-            return milliseconds
+            return point.milliseconds
         rows = max(job.copies, job.received)
         away = rows * job.model.hidden * job.item_size * (job.ep - 1) / job.ep
         return self._setting.device.transfer_milliseconds(away)
+
+
+def _check_modules(setting: Setting, config: RecomputeConfig) -> None:
+    for module in config.modules:
+        if module not in setting.modules:
+            have = ", ".join(sorted(setting.modules)) or "none"
+            raise ConfigError(field="modules", value=module.value, rule=f"no chunk has such a module; they have {have}")

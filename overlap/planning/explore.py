@@ -24,7 +24,7 @@ def explore(setting: Setting, budget: int, progress: Callable[[str], None]) -> D
     longest = max(shape.layers for shape in setting.shapes)
     found: list[Candidate] = []
     refused: list[ScheduleError] = []
-    for choice in choices(longest, mtp=job.model.mtp > 0):
+    for choice in choices(longest, mtp=job.model.mtp > 0, modules=setting.modules):
         progress(str(choice))
         try:
             found.append(candidate(setting, choice))
@@ -60,5 +60,7 @@ def assumptions(setting: Setting) -> tuple[str, ...]:
         f"Times: {device.name}, {device.matmul_share:.0%} of {device.tensor_gflops / 1e3:.0f} TFLOP/s, "
         f"{device.memory_share:.0%} of {device.memory_gbytes:.0f} GB/s, all-to-all at {device.network_share:.0%} of "
         f"{device.network_gbytes:.0f} GB/s a rank, none of it within a host; the optimizer's step is left out.",
+        "Segment inputs kept on the host leave and return over a link of "
+        f"{device.host_gbytes:.0f} GB/s each way at {device.host_share:.0%}; host memory has no budget.",
         "Attention is a fused kernel that keeps query, key, value, output and one float32 per row and head.",
     )

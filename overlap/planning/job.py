@@ -82,7 +82,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name, kind in _CHOICES.items():
-            object.__setattr__(self, name, parse_choice(kind, name, getattr(self, name), {}))
+            object.__setattr__(self, name, parse_choice(kind, name, getattr(self, name)))
         for name in ("pp", "virtual", "ep", "dp", "microbatches", "seq", "batch"):
             check_count(name, getattr(self, name), at_least=1)
         for name, holds, rule in self._rules():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from overlap.planning.chunk_model import ChunkModel, feeds_of
 from overlap.planning.chunks import ChunkShape, chunk_shapes
 from overlap.planning.device_kernels import DeviceKernels, register_flops
 from overlap.planning.job import Job, Optimizer
+from recompute.config import RecomputeConfig
 
 CUDA_BLOCK = 512
 """Bytes that the caching allocator rounds a request up to. Beyond 1 MiB it may hand out up to 1 MiB more than asked,
@@ -44,20 +45,25 @@ class SurveyedChunk:
 Survey = Mapping[ChunkShape, SurveyedChunk]
 
 
-def survey(job: Job, device: DeviceModel) -> Survey:
+def survey(job: Job, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> Survey:
     """Dry-run every distinct chunk of a job, with and without delayed weight gradients.
+
+    Args:
+        job: The job.
+        device: Turns work into time.
+        rules: The survey serves these, and all that rebuild no part of a stage.
 
     Raises:
         ConfigError: The model cannot be surveyed.
     """
     register_flops()
-    return {shape: _chunk(job, shape, device) for shape in dict.fromkeys(chunk_shapes(job))}
+    return {shape: _chunk(job, shape, device, rules) for shape in dict.fromkeys(chunk_shapes(job))}
 
 
-def _chunk(job: Job, shape: ChunkShape, device: DeviceModel) -> SurveyedChunk:
+def _chunk(job: Job, shape: ChunkShape, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> SurveyedChunk:
     few = distinct_layers(shape)
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, few))) as chunk, DeviceKernels():
-        footprint = take_footprint(chunk, feeds_of(job, few), device=device, granule=CUDA_BLOCK)
+        footprint = take_footprint(chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK)
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk:
         every = spread(footprint, chunk.program, partial(stand_in, shape, few))
         return SurveyedChunk(program=chunk.program, footprint=every, fixed=_fixed(job, chunk.module))
@@ -88,7 +94,8 @@ def spread(footprint: Footprint, program: Program, layer_of: Callable[[int], int
         for delayed, found in footprint.facts.items()
     }
     snapshots = {key: sizes for source, sizes in footprint.snapshots.items() for key in keys[source]}
-    return Footprint(facts=facts, feeds=footprint.feeds, snapshots=snapshots)
+    spans = {key: found for source, found in footprint.spans.items() for key in keys[source]}
+    return replace(footprint, facts=facts, snapshots=snapshots, spans=spans)
 
 
 def _fixed(job: Job, module: nn.Module) -> dict[RankBin, int]:

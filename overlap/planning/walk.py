@@ -19,13 +19,15 @@ class Point:
     bytes: Bytes
     milliseconds: float
     """What the slot computes."""
+    traffic: float
+    """Bytes that the slot reads and writes, or copies."""
 
 
 class RankWalk(Walk):
     """Args as Walk's; `points` has one entry per slot."""
 
     def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool) -> None:
-        super().__init__(footprints, gaps, delayed=delayed)
+        super().__init__(footprints, gaps, delayed=delayed, host=False)
         self.points: list[Point] = []
 
     def now(self) -> Bytes:
@@ -37,4 +39,5 @@ class RankWalk(Walk):
         super()._end(name, slot, start)
         held = sum_rank_bins(self._storages, self._claims())
         inside = {**held, RankBin.TEMPORARIES: self.tops[-1].bytes - total(held)}
-        self.points.append(Point(slot=name, bytes=inside, milliseconds=slot.facts.work.milliseconds))
+        work = slot.facts.work
+        self.points.append(Point(slot=name, bytes=inside, milliseconds=work.milliseconds, traffic=work.traffic))

@@ -21,6 +21,7 @@ def test_a_plan_of_a_pipeline(capsys, tmp_path) -> None:
         assert candidate["peak"] == sum(candidate["bins"].values())
         assert candidate["fits"] == (candidate["peak"] <= 100 * 2**20)
     assert {c["method"] for c in payload["candidates"]} == {"none", "uniform", "block"}
+    assert {"selective moe_act", "uniform 1 keep host"} <= {c["name"] for c in payload["candidates"]}
     assert len(payload["assumptions"]) > 5
     assert (tmp_path / "frontier.png").stat().st_size > 1000
     assert payload["job"]["dp"] == 2
@@ -58,6 +59,9 @@ def test_nothing_fits(capsys) -> None:
         ("profile --rank 0", "rank"),
         ("profile --oracle --rank 0", "rank"),
         ("profile --oracle --pp 2 --rank 2", "rank"),
+        ("profile --oracle --pp 2 --recompute-modules shared_experts --shared-width 0", "modules"),
+        ("profile --oracle --pp 2 --method uniform --num-layers 1 --keep sharded", "keep"),
+        ("profile --oracle --method uniform --num-layers 1 --keep sharded", "keep"),
         ("profile --oracle --groups 1,x", "groups"),
         ("profile --oracle --out somewhere", "out"),
         ("profile --oracle --curve somewhere", "curve"),

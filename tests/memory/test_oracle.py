@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
+from itertools import cycle
 
 import pytest
 import torch
@@ -12,15 +13,23 @@ import torch
 from overlap.memory import fake_chunk, measure_peak, predict_peak, take_footprint
 from overlap.memory.facts import Footprint
 from overlap.memory.oracle import allocator_peak, highest_of
-from recompute.config import Replay
+from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.modules import RecomputeModule
 from tests.memory.compare import block, decoder, none, tokens, uniform
 
 MICROBATCHES = 3
 RULES = (none, uniform(1), uniform(2), uniform(3), block(2), uniform(1, replay=Replay.HIDDEN))
+SELECTIVE = (
+    *(RecomputeConfig.selective(module) for module in RecomputeModule),
+    RecomputeConfig.selective("core_attn", "layernorm", "mla_up_proj", "moe_act"),
+    RecomputeConfig(granularity="selective", method="block", num_layers=1, modules=("moe_act", "shared_experts")),
+)
+HOST = (uniform(1, keep=Keep.HOST), uniform(2, replay=Replay.HIDDEN, keep=Keep.HOST),
+        RecomputeConfig.selective("attn", "experts", keep=Keep.HOST))  # fmt: skip
 MODELS: dict[str, dict[str, object]] = {
     "plain": {"layers": 3, "dense_layers": 1},
     "mtp": {"layers": 1, "mtp": 1, "tied": True},
-    "mhc": {"layers": 2, "mhc": 4, "mhc_iterations": 1},
+    "mhc": {"layers": 1, "dense_layers": 0, "mhc": 4, "mhc_iterations": 1},
 }
 DRAWS: dict[str, object] = {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 0.1, "attention": "gqa", "kv_rank": 16}
 
@@ -29,15 +38,28 @@ DRAWS: dict[str, object] = {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 
 def footprint(model: str) -> Footprint:
     """Taken once; it holds for every rule, order and setting of delayed weight gradients."""
     with fake_chunk(lambda: decoder(**MODELS[model])) as chunk:
-        return take_footprint(chunk, tokens(1)[0], constants=True)
+        return take_footprint(chunk, tokens(1)[0], rules=SELECTIVE if model == "plain" else (), constants=True)
 
 
-@pytest.mark.parametrize("delay_wgrad", [False, True], ids=["", "delayed"])
-@pytest.mark.parametrize("rule", RULES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+TABLE = [
+    *(("plain", rule, delay_wgrad) for rule in RULES for delay_wgrad in (False, True)),
+    *(("mtp", rule, delay_wgrad) for rule, delay_wgrad in zip(RULES, cycle((True, False)))),
+    *(("mhc", rule, True) for rule in (none, uniform(1, replay=Replay.HIDDEN))),
+]
+
+
+@pytest.mark.parametrize(("model", "rule", "delay_wgrad"), TABLE, ids=str)
 def test_peak_is_the_allocators(model, rule, delay_wgrad) -> None:
     chunk = decoder(rule, delay_wgrad=delay_wgrad, **MODELS[model])
     predicted = highest_of(chunk, [footprint(model)] * MICROBATCHES)
+    assert predicted.bytes == measure_peak(chunk, tokens(MICROBATCHES))
+
+
+@pytest.mark.parametrize(("rule", "delay_wgrad"), [*zip((*SELECTIVE, *HOST), cycle((False, True)))], ids=str)
+def test_peak_with_parts_rebuilt_and_inputs_on_the_host(rule, delay_wgrad) -> None:
+    """Host memory is the CPU allocator's too."""
+    chunk = decoder(rule, delay_wgrad=delay_wgrad, **MODELS["plain"])
+    predicted = highest_of(chunk, [footprint("plain")] * MICROBATCHES)
     assert predicted.bytes == measure_peak(chunk, tokens(MICROBATCHES))
 
 

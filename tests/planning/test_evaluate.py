@@ -15,14 +15,15 @@ from overlap.planning.chunk_model import ChunkModel
 from overlap.planning.evaluate import Evaluation
 from overlap.planning.job import Job
 from overlap.step import step_plans
-from recompute.config import RecomputeConfig, Replay
-from recompute.planner import Choice
+from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.errors import ConfigError
+from recompute.planner import SELECTIONS, Choice
 from tests.planning.tools import SMALL, piped, setting, single
 
 NONE, UNIFORM, BLOCK = RecomputeConfig.none(), RecomputeConfig.uniform, RecomputeConfig.block
 CHOICES = [
     Choice(rule, delayed)
-    for rule in (NONE, UNIFORM(1), UNIFORM(3), BLOCK(2), UNIFORM(1, replay=Replay.HIDDEN))
+    for rule in (NONE, UNIFORM(1), UNIFORM(3), BLOCK(2), UNIFORM(1, replay=Replay.HIDDEN), *SELECTIONS[-2:])
     for delayed in (False, True)
 ]
 
@@ -41,6 +42,30 @@ def test_the_parts_add_up_to_the_whole_step(choice) -> None:
     rank = Evaluation(whole, choice).rank(0)
     fixed = total(whole.survey[shape].fixed) + whole.device.workspace
     assert rank.total - fixed == max(top.bytes for top in walk.tops)
+
+
+def test_inputs_on_the_host_are_not_on_the_device() -> None:
+    """They cost time on the way, and what is on its way."""
+    near, far = (
+        Evaluation(piped(), Choice(UNIFORM(1, keep=keep), False)).outcome() for keep in (Keep.DEVICE, Keep.HOST)
+    )
+    assert 0 < far.fullest.bins[RankBin.SEGMENT_INPUTS] < near.fullest.bins[RankBin.SEGMENT_INPUTS]
+    assert far.fullest.total == sum(far.fullest.bins.values()) < near.fullest.total
+    assert far.milliseconds > near.milliseconds
+
+
+def test_rebuilding_parts_takes_less_and_longer() -> None:
+    """Their rebuilding is counted within the backward that they are part of."""
+    kept = Evaluation(piped(), Choice(NONE, False)).outcome()
+    for config in SELECTIONS:
+        found = Evaluation(piped(), Choice(config, False)).outcome()
+        assert found.fullest.total < kept.fullest.total
+        assert found.milliseconds > kept.milliseconds
+
+
+def test_what_no_job_can_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sharded"):
+        Evaluation(piped(), Choice(UNIFORM(1, keep=Keep.SHARDED), False))
 
 
 def test_bins_of_a_pipeline_rank() -> None:

@@ -40,7 +40,7 @@ def test_fixed_bytes(optimizer, shares) -> None:
     """bfloat16 weights and gradients, 12 bytes of optimizer state: experts over dp/ep ranks, all else over dp."""
     model = ModelConfig(layers=1, experts=8, dtype="bfloat16", max_seq=16)
     job = Job(model=model, ep=4, dp=8, optimizer=optimizer)
-    (chunk,) = survey(job, DEVICE).values()
+    (chunk,) = survey(job, DEVICE, ()).values()
     experts = 2 * 3 * model.hidden * model.expert_width
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, chunk_shapes(job)[0]))) as whole:
         count = sum(p.numel() for p in whole.module.parameters())

@@ -9,6 +9,7 @@ from overlap.model import ModelConfig
 from overlap.planning.evaluate import Setting
 from overlap.planning.job import Job
 from overlap.planning.survey import survey
+from recompute.planner import SELECTIONS
 
 DEVICE = DEVICES["h200"]
 SMALL = ModelConfig(layers=4, dense_layers=1, experts=8)
@@ -18,7 +19,7 @@ SMALL = ModelConfig(layers=4, dense_layers=1, experts=8)
 def setting(**fields: object) -> Setting:
     """A job of a small model, dry-run once."""
     job = Job(**{"model": SMALL, **fields})
-    return Setting(job=job, survey=survey(job, DEVICE), device=DEVICE, order="multi_queue")
+    return Setting(job=job, survey=survey(job, DEVICE, SELECTIONS), device=DEVICE, order="multi_queue")
 
 
 @cache

@@ -6,7 +6,10 @@ import pytest
 
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from recompute.planner import Candidate, Choice, Decision, choices, parse_bytes, peak_formula
+from recompute.modules import RecomputeModule
+from recompute.planner import SELECTIONS, Candidate, Choice, Decision, choices, parse_bytes, peak_formula
+
+MODULES = tuple(RecomputeModule)
 
 
 @pytest.mark.parametrize(
@@ -24,20 +27,28 @@ def test_what_is_no_size_is_refused(text) -> None:
 
 
 def test_choices_are_distinct_and_complete() -> None:
-    found = choices(3, mtp=True)
+    found = choices(3, mtp=True, modules=())
     assert len(found) == len(set(found))
     rules = {str(choice.recompute) for choice in found}
     for count in (1, 2, 3):
+        assert {f"uniform {count} keep host", f"uniform {count} hidden keep host"} <= rules
         assert {f"uniform {count}", f"uniform {count} hidden", f"block {count}", f"block {count} hidden"} <= rules
     assert {"none", "block 2 + mtp", "block 2 + mtp hidden"} <= rules
     assert "block 3 + mtp" not in rules
     assert all(Choice(choice.recompute, not choice.delay_wgrad) in found for choice in found)
-    assert not any("mtp" in str(choice) for choice in choices(3, mtp=False))
+    assert not any("mtp" in str(choice) for choice in choices(3, mtp=False, modules=()))
+
+
+def test_modules_that_no_chunk_has_are_not_tried() -> None:
+    every = {config for config in SELECTIONS if config in {c.recompute for c in choices(2, mtp=False, modules=MODULES)}}
+    assert every == set(SELECTIONS)
+    some = {c.recompute.modules for c in choices(2, mtp=False, modules=("attn", "core_attn"))}
+    assert some == {(), ("attn",), ("core_attn",)}
 
 
 @pytest.mark.parametrize(("layers", "counts"), [(2, {1, 2}), (9, {*range(1, 9), 9}), (61, {*range(1, 9), 16, 32, 61})])
 def test_long_chunks_are_tried_in_doublings(layers, counts) -> None:
-    rules = [choice.recompute for choice in choices(layers, mtp=False)]
+    rules = [choice.recompute for choice in choices(layers, mtp=False, modules=())]
     assert {rule.num_layers for rule in rules if rule.enabled} == counts
 
 
