@@ -32,7 +32,8 @@ class ProgramBuilder:
     '0.attn'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_layer: int = 0) -> None:
+        self._first_layer = first_layer
         self._stages: list[Stage] = []
         self._inputs: list[Input] = []
         self._losses: list[Loss] = []
@@ -138,12 +139,16 @@ class ProgramBuilder:
         *reads: Value,
         outputs: Sequence[str],
         adjoint: Callable[..., Any],
+        lane: Lane = Lane.COMM,
     ) -> tuple[Value, ...]:
-        """Add a stage of the communication lane: communication only, with a hand-written backward (R11)."""
+        """Add a stage of a communication lane: communication only, with a hand-written backward (R11).
+
+        A stage without outputs hands its reads out of the program: its adjoint brings their gradients in.
+        """
         stage = Stage(
             layer=self._layer,
             name=name,
-            lane=Lane.COMM,
+            lane=lane,
             reads=tuple(value.name for value in reads),
             writes=tuple(self._name(short) for short in outputs),
             forward=forward,
@@ -169,6 +174,7 @@ class ProgramBuilder:
             outputs=tuple(value.name for value in outputs),
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
+            first_layer=self._first_layer,
         )
 
     def _weights(self) -> tuple[Stage, ...]:

@@ -222,7 +222,8 @@ class Engine:
         self, issue: Issue, owner: MicrobatchState, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         stage = issue.stage
-        if stage.adjoint is None or all(gradient is None for gradient in gradients):
+        # Without writes, what the stage's reads do is decided outside the program: the adjoint brings their gradients.
+        if stage.adjoint is None or (gradients and all(gradient is None for gradient in gradients)):
             return [None] * len(issue.gives)
         pinned = tuple(owner.values[key] for key in issue.reads)
         with torch.no_grad():

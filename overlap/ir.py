@@ -22,6 +22,11 @@ StageKey = tuple[int | None, str]
 WEIGHTS = "weights"
 """The chunk's first stage, which writes the parameters that several stages read; its backward sums their uses."""
 
+RECEIVE = "recv"
+"""The stage of a pipeline part that takes the residual state from the part before; its adjoint returns the gradient."""
+SEND = "send"
+"""The stage that hands it to the part after; its adjoint takes the gradient."""
+
 
 class Lane(Enum):
     """Where a stage's kernels run: one stream each on a GPU."""
@@ -190,6 +195,8 @@ class Program:
     outputs: tuple[str, ...] = ()
     """Values handed back to the caller for each microbatch, beside the losses."""
     mtp_layers: frozenset[int] = field(default=frozenset())
+    first_layer: int = 0
+    """Number of its first layer: a virtual stage of a pipeline keeps the whole model's numbers, which seed draws (R4)."""
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
 
@@ -327,10 +334,10 @@ def _check_ends(program: Program) -> None:
 
 
 def _check_layer_numbers(program: Program) -> None:
-    """Segments are formed by number (R1), so numbers are places: decoder layers from 0 up, then MTP depths."""
-    layers = program.layers
-    if layers != tuple(range(len(layers))):
-        raise ProgramError(f"layers are numbered {layers}: number them from 0 up, in execution order")
+    """Segments are formed by number (R1), so numbers are places: decoder layers from the first up, then MTP depths."""
+    layers, first = program.layers, program.first_layer
+    if layers != tuple(range(first, first + len(layers))):
+        raise ProgramError(f"layers are numbered {layers}: number them from {first} up, in execution order")
     mtp = layers[len(layers) - len(program.mtp_layers) :]
     if program.mtp_layers != frozenset(mtp):
         raise ProgramError(f"MTP depths are layers {sorted(program.mtp_layers)}: they come after the decoder layers")
