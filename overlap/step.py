@@ -59,8 +59,7 @@ def train_step(
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_feeds(chunk.program, microbatches)
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
+    check_accumulate(accumulate)
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
     check_precision(chunk.device)
@@ -69,9 +68,9 @@ def train_step(
     if not chunk.checked:
         check_stages(chunk, microbatches[0])
         chunk.checked = True
-    kept = _replayed_feeds(chunk, len(microbatches))
-    states = [MicrobatchState(n, _snapshot(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
-    with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program):
+    kept = replayed_feeds(chunk, len(microbatches))
+    states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
+    with engine_for(chunk, observers, engine_type) as engine, rollback(chunk.program):
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
     for owner, feeds in zip(states, microbatches, strict=True):
@@ -104,7 +103,7 @@ def forward_only(
     check_feeds(chunk.program, microbatches)
     plan = chunk.planner.forward_plan()
     states = [MicrobatchState(number, feeds, 1.0) for number, feeds in enumerate(microbatches)]
-    with _step(chunk, observers, engine_type) as engine, _rollback(chunk.program, always=True):
+    with engine_for(chunk, observers, engine_type) as engine, rollback(chunk.program, always=True):
         for owner in states:
             engine.run(plan, {FORWARD_SIDE: owner})
     return [owner.outputs for owner in states]
@@ -129,7 +128,7 @@ def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
     return plans
 
 
-def _replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:
+def replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:
     """Per microbatch, the fed values without gradient that its replays read again."""
     trained = chunk.program.trained()
     plain = {source.name for source in chunk.program.inputs if not source.needs_grad}
@@ -139,7 +138,7 @@ def _replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[
     ]
 
 
-def _snapshot(feeds: Feeds, kept: frozenset[str]) -> Feeds:
+def snapshot_feeds(feeds: Feeds, kept: frozenset[str]) -> Feeds:
     """The feeds, copied where a replay reads them: what the caller does to them later must not reach it."""
     return {name: _copy(value) if name in kept else value for name, value in feeds.items()}
 
@@ -167,6 +166,16 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
             except ConfigError as error:
                 error.add_note(f"in microbatch {number} of the step")
                 raise
+
+
+def check_accumulate(accumulate: object) -> None:
+    """Refuse a number of train_step calls that is none.
+
+    Raises:
+        ConfigError: It is no integer of at least 1.
+    """
+    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
 
 
 def check_precision(device: torch.device) -> None:
@@ -212,7 +221,7 @@ def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int 
 
 
 @contextmanager
-def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]) -> Iterator[Engine]:
+def engine_for(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]) -> Iterator[Engine]:
     """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
     device = chunk.device
     engine = engine_type(
@@ -232,7 +241,7 @@ def _step(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callabl
 
 
 @contextmanager
-def _rollback(program: Program, *, always: bool = False) -> Iterator[None]:
+def rollback(program: Program, *, always: bool = False) -> Iterator[None]:
     """Put in-place state back if the step fails (always: also if it does not)."""
     buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
     done = False

@@ -41,8 +41,8 @@ class PipelineLayout:
     placement: Placement = Placement.LOOP
 
     def __post_init__(self) -> None:
-        check_count("pp", self.pp)
-        check_count("vpp", self.vpp)
+        check_count("pp", self.pp, at_least=1)
+        check_count("vpp", self.vpp, at_least=1)
         for count in self.layers:
             check_count("pp_layout", count, at_least=0)
         if len(self.layers) != self.num_stages:
@@ -109,8 +109,8 @@ def make_layout(
     Raises:
         ConfigError: As PipelineLayout; `per_stage` does not add up to the model's layers.
     """
-    check_count("pp", pp)
-    check_count("vpp", vpp)
+    check_count("pp", pp, at_least=1)
+    check_count("vpp", vpp, at_least=1)
     chosen = even_layers(layers, pp * vpp) if per_stage is None else tuple(per_stage)
     layout = PipelineLayout(pp=pp, vpp=vpp, layers=chosen, placement=placement)
     if layout.num_layers != layers:
