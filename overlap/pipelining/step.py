@@ -80,7 +80,7 @@ def evaluate_pipeline(
     for stage in pipeline.stages:
         stage.open_step(microbatches, 1.0, [frozenset()] * len(microbatches))
     with _running(pipeline, schedule, observers, engine_type, keep=False), torch.no_grad():
-        schedule.eval()
+        schedule.eval(return_outputs=False)
     return _results(pipeline, effects=False)
 
 
