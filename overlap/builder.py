@@ -138,20 +138,38 @@ class ProgramBuilder:
         forward: Callable[..., Any],
         *reads: Value,
         outputs: Sequence[str],
+        nondiff: Sequence[str] = (),
+        pins: Sequence[str] = (),
         adjoint: Callable[..., Any],
         lane: Lane = Lane.COMM,
     ) -> tuple[Value, ...]:
         """Add a stage of a communication lane: communication only, with a hand-written backward (R11).
 
         A stage without outputs hands its reads out of the program: its adjoint brings their gradients in.
+
+        Args:
+            name: Stage name; orders place stages by it.
+            forward: As for compute().
+            reads: Values it reads, in argument order.
+            outputs: Names of the written values that carry gradients.
+            nondiff: Names of the written values that carry none, as a library's handle.
+            pins: Names of `nondiff` values that a replay and the adjoint get from the first pass.
+            adjoint: Its backward, see ir.Stage.
+            lane: Where it runs.
+
+        Returns:
+            Handles of `outputs` then `nondiff`.
         """
+        names = self._names(name, (*outputs, *nondiff), pins)
         stage = Stage(
             layer=self._layer,
             name=name,
             lane=lane,
             reads=tuple(value.name for value in reads),
-            writes=tuple(self._name(short) for short in outputs),
+            writes=tuple(names.values()),
             forward=forward,
+            nondiff=frozenset(names[short] for short in nondiff),
+            pins=tuple(names[short] for short in pins),
             adjoint=adjoint,
         )
         self._stages.append(stage)

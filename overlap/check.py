@@ -180,7 +180,7 @@ def _check_adjoint(
         v
         for name, v in zip(stage.reads, inputs, strict=True)
         if name in program.producers and name in program.producers[name].pins
-    )
+    ) + tuple(values[name] for name in stage.pins)
     with torch.no_grad(), seeded(0, generators if stage.draws_rng else ()):
         results = stage.adjoint(gradients, pinned)
     if len(results) != len(stage.reads):

@@ -15,7 +15,8 @@ from torch import nn
 from overlap.ir import Program
 from overlap.lanes import Lanes, NullLanes
 from overlap.orders import Order, get_order
-from overlap.plan import Planner
+from overlap.parallel.world import SOLO, World
+from overlap.plan import Planner, segments_of
 from overlap.scale import LossScale, PerMicrobatch
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
@@ -39,6 +40,7 @@ class ModelChunk(nn.Module):
         seed: The run's seed; with `steps_done` it decides every draw.
         loss_scale: How the losses of a step's microbatches are weighted.
         lanes: Where issues run.
+        world: This rank among the ranks that train the model.
 
     Raises:
         ConfigError: float16 parameters; `recompute` is no config.
@@ -55,6 +57,7 @@ class ModelChunk(nn.Module):
         seed: int = 0,
         loss_scale: LossScale = PerMicrobatch(),  # noqa: B008 (frozen)
         lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
+        world: World = SOLO,
     ) -> None:
         super().__init__()
         if any(p.dtype is torch.float16 for p in module.parameters()):
@@ -73,6 +76,7 @@ class ModelChunk(nn.Module):
         self.seed = seed
         self.loss_scale = loss_scale
         self.lanes = lanes
+        self.world = world
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self._bind()
@@ -96,6 +100,26 @@ class ModelChunk(nn.Module):
             rule = f"one config per microbatch: the step has {num_microbatches}"
             raise ConfigError(field="recompute", value=f"{len(self.recompute)} configs", rule=rule)
         return list(self.recompute)
+
+    def settings(self, num_microbatches: int) -> dict[str, object]:
+        """What all ranks of a pipeline stage must agree on before their first step, causes first."""
+        program, parameters = self.program, dict(self.module.named_parameters())
+        configs = self.configs(num_microbatches)
+        return {
+            "dtype": sorted({str(parameter.dtype) for parameter in parameters.values()}),
+            "decoder_layers": len(program.layers) - len(program.mtp_layers),
+            "mtp_layers": len(program.mtp_layers),
+            "parameters": tuple(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items()),
+            "frozen_parameters": tuple(name for name, parameter in parameters.items() if not parameter.requires_grad),
+            "seed": self.seed,
+            "steps_done": self.steps_done,
+            "microbatches": num_microbatches,
+            "segments": tuple(str([s.layers for s in segments_of(program, config)]) for config in configs),
+            "replay": tuple(str(config.replay) for config in configs),
+            "order": self.order.name,
+            "delay_wgrad": self.delay_wgrad,
+            "loss_scale": repr(self.loss_scale),
+        }
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Effect, Program, Stage
+from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.checkpoint import LayerResult, checkpoint_layers
@@ -40,6 +41,7 @@ def contiguous_step(
             _microbatch(chunk, owner, config, precision)
     apply_effects(chunk.program, states)
     chunk.steps_done += 1
+    compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, MicrobatchState
-from overlap.ir import WEIGHTS, Op, Program, Stage, StageKey
+from overlap.ir import WEIGHTS, Lane, Op, Program, Stage, StageKey
 from overlap.lower import Issue, Key, Piece
 from overlap.model.hyper_connections import STREAMS
 from overlap.model.router import Router
@@ -141,11 +141,14 @@ class UnpinnedRouting(Engine):
             self._ties.turned = False
 
     def _replay_keywords(self, issue: Issue, owner: MicrobatchState) -> dict[str, Any]:
-        return dict.fromkeys(super()._replay_keywords(issue, owner))
+        keywords = super()._replay_keywords(issue, owner)
+        # what a transport pinned is no choice
+        return keywords if issue.lane is Lane.COMM else dict.fromkeys(keywords)
 
 
 def _unpinned_routing(chunk: ModelChunk, num_microbatches: int) -> Control:
-    pinned = [issue.stage.label for issue in _issues(chunk, num_microbatches) if issue.pinned]
+    issues = _issues(chunk, num_microbatches)
+    pinned = [issue.stage.label for issue in issues if issue.pinned and issue.lane is not Lane.COMM]
     routers = [module for module in chunk.modules() if isinstance(module, Router)]
     if not pinned or not routers:
         raise _nothing("unpinned_routing", "no routing is pinned: set a method, and layers with experts")

@@ -5,6 +5,7 @@
     +-- ProgramError     a model's stages do not fit together; names the stage and the value
     RuntimeError
     +-- RaceError        RecordingLanes saw lanes race; names the slot, the value and the rule
+    +-- RanksDisagree    ranks issued different collectives; names the first that differs
 
 Wrong settings raise recompute.ConfigError (field, value, rule). What a stage raises while a step runs reaches the
 caller as it is, with a note naming the slot.
@@ -12,7 +13,7 @@ caller as it is, with a note naming the slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 _CONTEXT = 6
 
@@ -58,6 +59,21 @@ class RaceError(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.slot}, {self.value}: {self.rule}"
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks issued different collectives in a step.
+
+    Args:
+        first: By rank, the first entry that differs.
+    """
+
+    def __init__(self, first: Mapping[int, str]) -> None:
+        self.first = dict(first)
+        super().__init__(self.first)
+
+    def __str__(self) -> str:
+        return "ranks issued different collectives: " + "; ".join(f"rank {r}: {e}" for r, e in self.first.items())
 
 
 def _excerpt(slots: Sequence[object], index: int) -> str:

@@ -140,8 +140,8 @@ class Stage:
     """Writes that carry no gradient (ids, splits, counts); they may be any Python object."""
     adjoint: Callable[..., Any] | None = None
     """`adjoint(grads, pinned)` gives a tuple, one gradient (or None) per read, without any activation (R8): `grads`
-    holds one per write, `pinned` the pinned values among its reads. A stage that draws finds its generator as its
-    forward found it."""
+    holds one per write, `pinned` the pinned values among its reads, then those that the stage pinned itself. A stage
+    that draws finds its generator as its forward found it."""
     wgrad: bool = False
     """The stage's weight gradients go through recompute.wgrad and may be delayed to a W slot."""
     pins: tuple[str, ...] = ()

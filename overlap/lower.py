@@ -32,7 +32,7 @@ class Issue:
     stage: Stage
     lane: Lane
     reads: tuple[Key, ...] = ()
-    """F, N, R: one per read of the stage. B by adjoint: the pinned values among its reads."""
+    """F, N, R: one per read of the stage. B by adjoint: the pinned values among its reads, then its own pins."""
     tracked: tuple[bool, ...] = ()
     """F, R, B: which reads of the stage need a gradient."""
     differentiable: tuple[bool, ...] = ()
@@ -181,9 +181,8 @@ def _generation(value: str, stage: Stage, side: Side, replay: bool) -> int:
 
 
 def _adjoint_reads(stage: Stage, program: Program) -> tuple[Key, ...]:
-    return tuple(
-        (value, 0) for value in stage.reads if value in program.producers and value in program.producers[value].pins
-    )
+    pinned = [v for v in stage.reads if v in program.producers and v in program.producers[v].pins]
+    return tuple((value, 0) for value in (*pinned, *stage.pins))
 
 
 def _pieces(value: str, side: Side) -> tuple[Piece, ...]:

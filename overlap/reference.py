@@ -16,6 +16,7 @@ from torch import Tensor
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
+from overlap.parallel.agree import compare_collectives
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
@@ -36,6 +37,7 @@ def reference_step(
             states.append(owner)
     apply_effects(chunk.program, states)
     chunk.steps_done += 1
+    compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
 
 

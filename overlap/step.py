@@ -19,7 +19,9 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.ir import Program
 from overlap.lower import Plan
+from overlap.parallel.agree import agree, compare_collectives
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, PlanRequest
+from overlap.signature import comm_signature
 from recompute import state
 from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
@@ -55,7 +57,8 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, float16 autocast.
+        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, float16 autocast; ranks with
+            different settings (found before the first step).
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_feeds(chunk.program, microbatches)
@@ -66,6 +69,7 @@ def train_step(
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
     if not chunk.checked:
+        agree_on_step(chunk, len(microbatches))
         check_stages(chunk, microbatches[0])
         chunk.checked = True
     kept = replayed_feeds(chunk, len(microbatches))
@@ -79,7 +83,19 @@ def train_step(
             raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
     apply_effects(chunk.program, states)
     chunk.steps_done += 1
+    compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
+
+
+def agree_on_step(chunk: ModelChunk, num_microbatches: int) -> None:
+    """Check that all ranks are about to do the same step; nothing to do in one process.
+
+    Raises:
+        ConfigError: On every rank; names the setting that differs and each rank's value.
+    """
+    if chunk.world.groups is not None:
+        communication = comm_signature(step_plans(chunk, num_microbatches))
+        agree(chunk.world, {**chunk.settings(num_microbatches), "communication": communication})
 
 
 def forward_only(
@@ -231,7 +247,7 @@ def engine_for(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Ca
         generators=default_generators(device),
         precision=capture_precision(device.type),
         delay_wgrad=chunk.delay_wgrad,
-        observers=observers,
+        observers=(*observers, *chunk.world.observers),
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
         try:

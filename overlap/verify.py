@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
 from overlap.plan import segments_of
 from overlap.reference import reference_step
-from overlap.step import Losses, step_plans, train_step
+from overlap.step import Losses, agree_on_step, step_plans, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,17 @@ class Verdict:
         """Whether nothing differs."""
         same = not self.gradients.different and not self.buffers.different
         return self.loss_equal and self.rng_equal and same
+
+
+def merged(verdicts: Sequence[Verdict]) -> Verdict:
+    """One verdict over several ranks: equal if every rank's is."""
+    return Verdict(
+        loss_equal=all(verdict.loss_equal for verdict in verdicts),
+        gradients=reduce(TensorsCompared.merged, (verdict.gradients for verdict in verdicts)),
+        buffers=reduce(TensorsCompared.merged, (verdict.buffers for verdict in verdicts)),
+        rng_equal=all(verdict.rng_equal for verdict in verdicts),
+        max_live_segments=max(verdict.max_live_segments for verdict in verdicts),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +123,11 @@ def verify(
         The verdict over all steps.
 
     Raises:
+        ConfigError: Ranks have different settings.
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
+    for microbatches in batches[:1]:
+        agree_on_step(chunk, len(microbatches))
     sides = (copy.deepcopy(chunk), copy.deepcopy(chunk))
     optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3) for side in sides]
     peak = 0
@@ -134,7 +149,7 @@ def verify(
         for side, optimizer in zip(sides, optimizers, strict=True):
             optimizer.step()
             optimizer.zero_grad()
-            update_expert_bias(side)
+            update_expert_bias(side, side.world)
     return Verdict(
         loss_equal=loss_equal,
         gradients=gradients,

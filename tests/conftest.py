@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 import torch
+
+from tests.distributed.ranks import RankPool
 
 SEED = 1234
 
@@ -51,6 +54,14 @@ def _seed() -> None:
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Runs a function on several ranks: `ranks(2, function, *args)` gives each rank's result."""
+    pool = RankPool()
+    yield pool
+    pool.close()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

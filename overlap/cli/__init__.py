@@ -6,10 +6,10 @@ Exit status: 0 well, 1 different (verify), 2 bad input. With --json stdout carri
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 
 from overlap.cli import demo, plan, profile, simulate, timeline, train, verify
+from overlap.cli.parallel_options import say
 from overlap.errors import ProgramError, ScheduleError
 from recompute.errors import ConfigError
 
@@ -38,5 +38,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (ConfigError, ProgramError, ScheduleError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        say(str(error))
         return BAD_INPUT

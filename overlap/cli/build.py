@@ -14,41 +14,52 @@ from torch import Tensor, nn
 from overlap.chunk import ModelChunk
 from overlap.cli.options import Options
 from overlap.dispatch import LocalTransport, Transport
+from overlap.dispatch.all_to_all import AllToAll
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
 from overlap.engine import Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
+from overlap.model.routes import fix_route
 from overlap.orders import load_order
+from overlap.parallel.work_lanes import WorkLanes
+from overlap.parallel.works import Works
+from overlap.parallel.world import SOLO, World
 from overlap.scale import LossScale, PerMicrobatch, PerToken
 from overlap.streams import StreamLanes
 from overlap.training.rows import cut_rows
+from overlap.training.seeds import data_seed
 from recompute.errors import ConfigError
 
 OwnModel = Callable[[int, int], tuple[nn.Module, list[dict[str, Any]]]]
 """`function(seed, microbatches)` returns a module with `program()`, and the feeds of its microbatches."""
 
 
-def build_chunk(options: Options) -> ModelChunk:
+def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
     """The model that the options describe, ready to train.
+
+    Args:
+        options: The run.
+        world: This rank; in a world of several its own device counts.
 
     Raises:
         ConfigError, ProgramError, ScheduleError: The options do not fit together.
     """
     # More threads wait for each other on a shared machine, and gain little on small shapes.
     torch.set_num_threads(options.threads)
-    if options.program:
-        module, _ = load_own_model(options.program)(options.seed, 1)
-        scale: LossScale = PerMicrobatch()
-    else:
-        module = Decoder(options.model, transport=_transport(options), seed=options.seed)
-        scale = PerToken() if options.model.per_token_loss else PerMicrobatch()
-    device = torch.device(options.device)
+    device = torch.device(options.device) if world.groups is None else world.device
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             field="device", value=options.device, rule="this machine or this torch build has no such device"
         )
-    lanes: Lanes = NullLanes() if device.type == "cpu" else StreamLanes(device)
+    works = Works()
+    if options.program:
+        module, _ = load_own_model(options.program)(options.seed, 1)
+        scale: LossScale = PerMicrobatch()
+    else:
+        module = Decoder(options.model, transport=_transport(options, world, works), seed=options.seed)
+        scale = PerToken() if options.model.per_token_loss else PerMicrobatch()
+        _fix_route(module, options)
     return ModelChunk(
         module.to(device),
         recompute=options.recompute,
@@ -56,17 +67,33 @@ def build_chunk(options: Options) -> ModelChunk:
         delay_wgrad=options.delay_wgrad,
         seed=options.seed,
         loss_scale=scale,
-        lanes=lanes,
+        lanes=_lanes(device, works, world),
+        world=world,
     )
 
 
-def _transport(options: Options) -> Transport:
+def _lanes(device: torch.device, works: Works, world: World) -> Lanes:
+    if device.type != "cpu":
+        return StreamLanes(device)
+    return NullLanes() if world.groups is None else WorkLanes(works)
+
+
+def _transport(options: Options, world: World, works: Works) -> Transport:
     makers: dict[str, Callable[[], Transport]] = {
         "local": LocalTransport,
         "host_loopback": partial(HostLoopback, options.loopback_scale),
         "sm_copy": SmCopy,
+        "all_to_all": lambda: AllToAll(world.ep_group, works, world.collectives),
     }
     return makers[options.transport]()
+
+
+def _fix_route(module: nn.Module, options: Options) -> None:
+    experts = options.model.experts
+    if options.parallel.route == "balanced":
+        fix_route(module, experts)
+    elif options.parallel.route == "first-rank":
+        fix_route(module, len(options.parallel.layout.local_experts(experts, 0)))
 
 
 def random_microbatches(options: Options, step: int) -> list[Feeds]:
@@ -74,7 +101,7 @@ def random_microbatches(options: Options, step: int) -> list[Feeds]:
     if options.program:
         _, feeds = load_own_model(options.program)(options.seed + step, options.microbatches)
         return [to_device(item, options.device) for item in feeds]
-    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(data_seed(options.seed, step, options.parallel.data_rank))
     shape = (options.batch, options.seq + 1)
 
     def draw() -> dict[str, Tensor]:

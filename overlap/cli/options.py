@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from overlap.cli.parallel_options import (
+    ParallelOptions,
+    capacity_of,
+    describe_parallel,
+    lengths,
+    own_length,
+    read_parallel,
+    transport_of,
+)
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
@@ -15,7 +24,7 @@ DEFAULT_ORDER = "multi_queue"
 MAX_SEED = 10**12
 """Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
 DEVICES = ("cpu", "cuda")
-TRANSPORTS = ("local", "host_loopback", "sm_copy")
+TRANSPORTS = ("local", "host_loopback", "sm_copy", "all_to_all")
 _OWN_MODEL_RULE = "has no effect with --program: the function decides it"
 
 
@@ -28,7 +37,7 @@ class Options:
     order: str
     delay_wgrad: bool
     seq: int
-    """Tokens of a sequence."""
+    """Tokens of a sequence of this rank's data."""
     batch: int
     """Sequences of a microbatch."""
     microbatches: int
@@ -42,6 +51,7 @@ class Options:
     transport: str
     loopback_scale: float
     json: bool
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
 def add_shared_options(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +95,10 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         "--program)",
     )
     step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
-    step.add_argument("--seq", type=int, default=16, metavar="N", help="tokens of a sequence (default 16)")
+    step.add_argument(
+        "--seq", type=lengths, default=(16,), metavar="N[,N...]",
+        help="tokens of a sequence, or of each rank's sequences (default 16)",
+    )  # fmt: skip
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
@@ -93,7 +106,9 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
         "--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1: small shapes gain little)"
     )
     step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
-    step.add_argument("--transport", choices=TRANSPORTS, default=TRANSPORTS[0], help="how tokens reach their experts")
+    step.add_argument(
+        "--transport", choices=TRANSPORTS, help="how tokens reach their experts (default local, all_to_all with --ep)"
+    )
     step.add_argument(
         "--loopback-scale", type=float, metavar="X", help="share of the bytes that host_loopback moves (default 1)"
     )
@@ -118,9 +133,14 @@ def read_options(args: argparse.Namespace) -> Options:
     """
     model = ModelConfig(
         **{name: getattr(args, name) for name in ModelConfig.__dataclass_fields__ if name in vars(args)},
-        max_seq=max(args.seq, 1),
+        max_seq=max(*args.seq, 1),
+        capacity=capacity_of(args),
     )
-    for name in ("seq", "batch", "microbatches", "threads"):
+    parallel = read_parallel(args)
+    seq = own_length(args.seq, parallel)
+    if min(args.seq) < 1:
+        raise ConfigError(field="seq", value=min(args.seq), rule="must be at least 1")
+    for name in ("batch", "microbatches", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
     if abs(args.seed) > MAX_SEED:
@@ -137,22 +157,23 @@ def read_options(args: argparse.Namespace) -> Options:
         recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
-        seq=args.seq,
+        seq=seq,
         batch=args.batch,
         microbatches=args.microbatches,
         seed=args.seed,
         program=args.program,
         threads=args.threads,
         device=args.device,
-        transport=args.transport,
+        transport=transport_of(args),
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
         json=args.json,
+        parallel=parallel,
     )
 
 
 def _check_own_model(args: argparse.Namespace) -> None:
     """Refuse options of the built-in decoder beside --program."""
-    for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport"):
+    for name in (*ModelConfig.__dataclass_fields__, "seq", "batch", "transport", "ep", "capacity_factor", "route"):
         if name in vars(args) and getattr(args, name) != args.default_of(name):
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
@@ -201,4 +222,5 @@ def describe(options: Options) -> dict[str, object]:
         "device": options.device,
         "transport": options.transport,
         "loopback_scale": options.loopback_scale,
+        **describe_parallel(options.parallel),
     }

@@ -14,9 +14,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overlap.cli.build import build_chunk, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.report import console, messages, print_json
+from overlap.parallel.world import SOLO, World
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
 from overlap.training.rows import cut_rows
+from overlap.training.seeds import data_seed
 from overlap.training.text import VOCAB, ByteText, default_text
 from overlap.training.trainer import StepReport, Trainer
 from recompute.errors import ConfigError
@@ -30,7 +33,8 @@ def add_parser(commands: Any) -> None:
         description="Train on text with AdamW; save and resume bitwise.",
     )
     add_shared_options(parser)
-    parser.set_defaults(seq=64, batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
+    add_parallel_options(parser)
+    parser.set_defaults(seq=(64,), batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
     job = parser.add_argument_group("job")
     job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
     job.add_argument("--steps", type=int, default=50, metavar="N", help="training steps to run (default 50)")
@@ -51,11 +55,21 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
     if args.save is not None and Path(args.save).is_dir():
         raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
-    trainer = make_trainer(options, args.text, args.lr)
+    for name in ("save", "resume"):
+        if getattr(args, name) is not None and options.parallel.layout.world_size > 1:
+            raise ConfigError(field=name, value=getattr(args, name), rule="one file holds the run of one process only")
+    with joined(options.parallel, options.device) as world:
+        return _run(options, args, world)
+
+
+def _run(options: Options, args: argparse.Namespace, world: World) -> int:
+    trainer = make_trainer(options, args.text, args.lr, world)
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
         load_checkpoint(Path(args.resume), trainer.chunk, trainer.optimizer, config)
     reports = _train(trainer, args.steps)
+    if world.rank:
+        return 0
     if args.save is not None:
         save_checkpoint(Path(args.save), trainer.chunk, trainer.optimizer, config)
     payload = {
@@ -79,18 +93,19 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_trainer(options: Options, paths: list[str] | None, learning_rate: float) -> Trainer:
+def make_trainer(options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO) -> Trainer:
     """A trainer on text; the vocabulary is the 256 bytes."""
     options = replace(options, model=replace(options.model, vocab=VOCAB))
     text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
     data = partial(_data, text, options)
     per_token = options.model.per_token_loss
-    return Trainer(build_chunk(options), data, learning_rate=learning_rate, per_token=per_token)
+    return Trainer(build_chunk(options, world), data, learning_rate=learning_rate, per_token=per_token)
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
-    rows = text.microbatches(options.seed, step, options.microbatches, options.batch)
-    generator = torch.Generator().manual_seed(options.seed * 1_000_003 + step)
+    rank = options.parallel.data_rank
+    rows = text.microbatches(options.seed, step, options.microbatches, options.batch, rank)
+    generator = torch.Generator().manual_seed(data_seed(options.seed, step, rank))
     return [to_device(cut_rows(dict(feeds), options.model, generator), options.device) for feeds in rows]
 
 
@@ -107,17 +122,20 @@ def saved_config(options: Options) -> dict[str, object]:
         "device",
         "transport",
         "loopback_scale",
+        "debug_collectives",
+        "backend",
     }
     return {name: value for name, value in describe(options).items() if name not in how}
 
 
 def _train(trainer: Trainer, steps: int) -> list[StepReport]:
     reports: list[StepReport] = []
+    quiet = trainer.chunk.world.rank > 0 or not messages.is_terminal
     columns = (
         TextColumn("training"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[state]}"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
+    with Progress(*columns, console=messages, disable=quiet) as progress:
         task = progress.add_task("training", total=steps, state="")
         for _ in range(steps):
             report = trainer.step()

@@ -7,11 +7,14 @@ import sys
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
-from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.report import console, print_json, table
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
-from overlap.verify import TensorsCompared, Verdict, step_facts, verify
+from overlap.parallel.agree import gather
+from overlap.parallel.world import World
+from overlap.verify import StepFacts, TensorsCompared, Verdict, merged, step_facts, verify
 from recompute.errors import ConfigError
 
 EQUAL, DIFFERENT = 0, 1
@@ -26,6 +29,7 @@ def add_parser(commands: Any) -> None:
         "1 if not, 2 on bad input.",
     )
     add_shared_options(parser)
+    add_parallel_options(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
     parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
     parser.set_defaults(run=run)
@@ -36,36 +40,61 @@ def run(args: argparse.Namespace) -> int:
     options = read_options(args)
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
-    chunk = build_chunk(options)
+    with joined(options.parallel, options.device) as world:
+        return _run(options, args, world)
+
+
+def _run(options: Options, args: argparse.Namespace, world: World) -> int:
+    chunk = build_chunk(options, world)
     engine_type: Any = Engine
     broken = None
     if args.control is not None:
         control = make_control(args.control, chunk, options.microbatches)
         engine_type, broken = control.engine_type, control.broken
-        print(f"control {args.control}: {broken}", file=sys.stderr)
     batches = [random_microbatches(options, step) for step in range(args.steps)]
-    verdict = verify(chunk, batches, engine_type=engine_type)
-    facts = step_facts(chunk, options.microbatches)
-    payload = {
-        "equal": verdict.equal,
-        "loss_equal": verdict.loss_equal,
-        "gradients": _compared(verdict.gradients),
-        "buffers": _compared(verdict.buffers),
-        "rng_equal": verdict.rng_equal,
-        "segments": [list(layers) for layers in facts.segments],
-        "slots": dict(facts.slots),
-        "replayed_a2a": facts.replayed_a2a,
-        "replayed_a2a_per_layer": facts.replayed_a2a_per_layer,
-        "max_live_segments": verdict.max_live_segments,
-        "config": {**describe(options), "steps": args.steps, "control": args.control},
-    }
+    own = verify(chunk, batches, engine_type=engine_type)
+    verdicts = gather(world, own)
+    verdict = merged(verdicts)
+    status = EQUAL if verdict.equal else DIFFERENT
+    if world.rank:
+        return status
+    if args.control is not None:
+        print(f"control {args.control}: {broken}", file=sys.stderr)
+    payload = _payload(verdict, step_facts(chunk, options.microbatches))
+    if world.size > 1:
+        payload["ranks"] = [{"rank": rank, **_summary(verdict)} for rank, verdict in enumerate(verdicts)]
+    payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
     if args.control is not None:
         payload["broken"] = broken
     if options.json:
         print_json(payload)
     else:
         _show(verdict, payload)
-    return EQUAL if verdict.equal else DIFFERENT
+    return status
+
+
+def _payload(verdict: Verdict, facts: StepFacts) -> dict[str, Any]:
+    summary = _summary(verdict)
+    peak = summary.pop("max_live_segments")
+    return {
+        **summary,
+        "segments": [list(layers) for layers in facts.segments],
+        "slots": dict(facts.slots),
+        "replayed_a2a": facts.replayed_a2a,
+        "replayed_a2a_per_layer": facts.replayed_a2a_per_layer,
+        "max_live_segments": peak,
+    }
+
+
+def _summary(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "equal": verdict.equal,
+        "loss_equal": verdict.loss_equal,
+        "gradients": _compared(verdict.gradients),
+        "buffers": _compared(verdict.buffers),
+        "rng_equal": verdict.rng_equal,
+        "max_live_segments": verdict.max_live_segments,
+    }
 
 
 def _compared(result: TensorsCompared) -> dict[str, object]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap.dispatch.arrival import Arrival, stay
 from overlap.dispatch.routing import Routing
 from overlap.dispatch.transport import Gradients
 
@@ -20,23 +21,29 @@ class RoundTrip(ABC):
     def round_trip(self, rows: Tensor) -> Tensor:
         """A copy of `rows` that made the trip, outside any graph."""
 
-    def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    def held(self, experts: int) -> range:
+        """All of them."""
+        return range(experts)
+
+    def dispatch(
+        self, tokens: Tensor, probs: Tensor, routing: Routing, *, pinned: tuple[Arrival] | None = None
+    ) -> tuple[Tensor, Tensor, Arrival]:
         """Send the rows round."""
-        return self._trip(tokens), probs
+        return self._trip(tokens), probs, stay(routing) if pinned is None else pinned[0]
 
     def dispatch_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None, None]:
         """Send the rows' gradient round."""
         tokens = grads[0]
         return None if tokens is None else self._trip(tokens), grads[1], None
 
-    def combine(self, rows: Tensor, routing: Routing) -> Tensor:
+    def combine(self, rows: Tensor, routing: Routing, arrival: Arrival) -> Tensor:
         """Send the rows round."""
         return self._trip(rows)
 
-    def combine_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, None]:
+    def combine_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, None, None]:
         """Send the gradient round."""
         rows = grads[0]
-        return None if rows is None else self._trip(rows), None
+        return None if rows is None else self._trip(rows), None, None
 
     def _trip(self, rows: Tensor) -> Tensor:
         result: Tensor = _Trip.apply(rows, self)  # type: ignore[no-untyped-call]  # torch's

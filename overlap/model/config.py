@@ -92,6 +92,9 @@ class ModelConfig:
     """Router input is multiplied with uniform noise in [1 - jitter, 1 + jitter] in training."""
     expert_bias: bool = True
     """Add to the scores, for selection only, a bias that evens out the load (auxiliary-loss-free balancing)."""
+    capacity: int | None = None
+    """Copies that an expert takes from a microbatch of one rank: later ones are dropped, missing ones are padded, so
+    that every size is known beforehand. None: it takes all."""
     bias_rate: float = 0.001
     """Step of that bias per update."""
     dropout: float = 0.0

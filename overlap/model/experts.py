@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from overlap.dispatch import Routing
+from overlap.dispatch import Arrival, Routing
+from overlap.model.init import Sliced
 from overlap.model.linear import Linear, grouped_linear
 from overlap.model.swiglu import swiglu
 
@@ -27,21 +28,28 @@ class SwiGLU(nn.Module):
         return result
 
 
-class GroupedExperts(nn.Module):
-    """A SwiGLU per expert; each row is weighted before the second product, so that its output needs no activation."""
+class GroupedExperts(Sliced):
+    """A SwiGLU per expert; each row is weighted before the second product, so that its output needs no activation.
 
-    def __init__(self, experts: int, hidden: int, width: int) -> None:
-        super().__init__()
-        self.gate_up = nn.Parameter(torch.empty(experts, hidden, 2 * width))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+    Args:
+        experts: Of the layer, over all ranks.
+        hidden: C.
+        width: W.
+        held: Those whose weights are here; None: all.
+    """
 
-    def forward(self, rows: Tensor, probs: Tensor, routing: Routing) -> Tensor:
+    def __init__(self, experts: int, hidden: int, width: int, held: range | None = None) -> None:
+        super().__init__(experts, range(experts) if held is None else held)
+        self.gate_up = nn.Parameter(torch.empty(len(self.held), hidden, 2 * width))
+        self.down = nn.Parameter(torch.empty(len(self.held), width, hidden))
+
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
         """Apply each row's expert.
 
         Args:
             rows: [N, C], sorted by expert; N may be 0.
             probs: [N], float32 or wider.
-            routing: Its counts [E] delimit the experts.
+            routing: Its counts delimit the experts that are held.
 
         Returns:
             [N, C] of rows' type.

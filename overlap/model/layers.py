@@ -12,13 +12,13 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from overlap.builder import ProgramBuilder, Value
-from overlap.dispatch import Routing, Transport
+from overlap.dispatch import Arrival, Routing, Transport
 from overlap.model.attention import ATTENTIONS
 from overlap.model.config import ModelConfig
 from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
 from overlap.model.norm import RMSNorm
-from overlap.model.permute import permute, reorder, unpermute, unpermute_adjoint
+from overlap.model.permute import permute, reorder, take_rows, unpermute, unpermute_adjoint
 from overlap.model.residual import make_residual
 from overlap.model.rope import Rotary
 from overlap.model.router import Router
@@ -137,7 +137,9 @@ class MoELayer(nn.Module):
         self.transport = transport
         self.attn = AttentionBlock(config, rotary)
         self.router = Router(config)
-        self.experts = GroupedExperts(config.experts, config.hidden, config.expert_width)
+        self.experts = GroupedExperts(
+            config.experts, config.hidden, config.expert_width, transport.held(config.experts)
+        )
         # a list of none or one: the stages then need no second form
         self.shared = nn.ModuleList([SwiGLU(config.hidden, config.shared_width)] if config.shared_width else [])
 
@@ -146,18 +148,20 @@ class MoELayer(nn.Module):
         values = self._build_attn(b, weights, entry, reads)
         shared = self._build_shared(b, weights, values)
         transport, routing = self.transport, values["routing"]
-        tokens, probs = b.comm(
+        tokens, probs, arrival = b.comm(
             "dispatch", transport.dispatch, values["tokens"], values["probs"], routing,
-            outputs=("dispatched", "dispatched_probs"), adjoint=transport.dispatch_adjoint,
+            outputs=("dispatched", "dispatched_probs"), nondiff=("arrival",), pins=("arrival",),
+            adjoint=transport.dispatch_adjoint,
         )  # fmt: skip
-        experts = weights.bind(self.experts, (tokens, probs, routing), (self.experts,))
+        experts = weights.bind(self.apply_experts, (tokens, probs, arrival), (self.experts,))
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters,
         )  # fmt: skip
         (combined,) = b.comm(
-            "combine", transport.combine, rows, routing, outputs=("combined",), adjoint=transport.combine_adjoint
-        )
+            "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
+            adjoint=transport.combine_adjoint,
+        )  # fmt: skip
         residual = self.attn.ffn_residual
         carried = (values[name] for name in residual.carried)
         (out,) = b.compute(
@@ -175,8 +179,8 @@ class MoELayer(nn.Module):
             pinned: (routing,) of the first pass in a replay.
 
         Returns:
-            tokens [T*k, C] and probs [T*k] in expert order, what the residual carries to `post`, ffn_input [B, S, C]
-            if a shared expert reads it, the router's losses, routing, counts [E].
+            tokens [N, C] and probs [N] in expert order (N as in dispatch.Routing), what the residual carries to
+            `post`, ffn_input [B, S, C] if a shared expert reads it, the router's losses, routing, counts [E].
         """
         state, sequences = entry(*reads)
         ffn_input, carried = self.attn(state, sequences)
@@ -189,8 +193,21 @@ class MoELayer(nn.Module):
         tokens = permute(flat, routing)
         return (tokens, reorder(probs, routing), *carried, *shared_input, *losses, routing, routing.counts)
 
+    def apply_experts(self, rows: Tensor, probs: Tensor, arrival: Arrival) -> Tensor:
+        """Apply the experts held here to rows [M, C] with weights [M] as they arrived; the result is ordered alike.
+
+        Rows arrive by sending rank. Sorting them by expert is compute, so it is done here and not on the wire (R11).
+        """
+        order, inverse = arrival.order, arrival.inverse
+        if order is None or inverse is None:
+            result: Tensor = self.experts(rows, probs, arrival)
+            return result
+        return take_rows(
+            self.experts(take_rows(rows, order, inverse), take_rows(probs, order, inverse), arrival), inverse, order
+        )
+
     def post(self, combined: Tensor, routing: Routing, *others: Tensor) -> Tensor:
-        """Sum each token's rows [T*k, C] and the shared expert's output, merge into the residual state."""
+        """Sum each token's rows [N, C] and the shared expert's output, merge into the residual state."""
         residual = self.attn.ffn_residual
         carried, shared = others[: len(residual.carried)], others[len(residual.carried) :]
         update = unpermute(combined, routing).view(*carried[0].shape[:2], combined.shape[-1])

@@ -1,7 +1,8 @@
 """Move token copies into expert order and back. Both directions, and both backwards, are gathers.
 
 A scatter-add into zeros would give the same numbers but turn -0.0 into +0.0 and, on a GPU, sum in any order.
-Legend: T tokens, k copies per token, C width.
+With a capacity some rows hold no copy and some copies have no row: both read zeros, forward and backward.
+Legend: T tokens, k copies per token, N rows, C width.
 """
 
 from __future__ import annotations
@@ -17,57 +18,83 @@ from overlap.model.custom import apply
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
-    """Copy each token once per chosen expert, in expert order: [T, C] -> [T*k, C]."""
-    return apply(_Permute, tokens, routing.source, routing.inverse, routing.topk)
+    """Copy each token once per chosen expert, in expert order: [T, C] -> [N, C]."""
+    return apply(_Permute, tokens, routing, routing.topk)
 
 
 def unpermute(rows: Tensor, routing: Routing) -> Tensor:
-    """Sum the rows of each token, in slot order: [T*k, C] -> [T, C]. The transpose of permute()."""
-    return apply(_Unpermute, rows, routing.source, routing.inverse, routing.topk)
+    """Sum the rows of each token, in slot order: [N, C] -> [T, C]. The transpose of permute()."""
+    return apply(_Unpermute, rows, routing)
 
 
 def reorder(weights: Tensor, routing: Routing) -> Tensor:
-    """Bring one value per copy into expert order: [T, k] -> [T*k]."""
-    return apply(_Permute, weights.flatten(), routing.source, routing.inverse, 1)
+    """Bring one value per copy into expert order: [T, k] -> [N]."""
+    return apply(_Permute, weights.flatten(), routing, 1)
 
 
 def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
-    """Gradient of unpermute()'s rows: [T, C] -> [T*k, C]."""
-    return _spread(grad, routing.source, routing.topk)
+    """Gradient of unpermute()'s rows: [T, C] -> [N, C]."""
+    return _spread(grad, routing.source, routing.topk, routing.capacity is not None)
+
+
+def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    """Permute rows: row i of the result is row order[i]; the gradient is gathered by the inverse."""
+    return apply(_Take, rows, order, inverse)
 
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, source: Tensor, inverse: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.topk = topk
-        return _spread(tokens, source, topk)
+    def forward(ctx: Any, tokens: Tensor, routing: Routing, topk: int) -> Tensor:
+        ctx.save_for_backward(routing.inverse)
+        ctx.topk, ctx.gaps = topk, routing.capacity is not None
+        return _spread(tokens, routing.source, topk, ctx.gaps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse, ctx.topk), None, None, None
+        return _gather(grad, inverse, ctx.topk, ctx.gaps), None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, source: Tensor, inverse: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(source)
-        ctx.topk = topk
-        return _gather(rows, inverse, topk)
+    def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
+        ctx.save_for_backward(routing.source)
+        ctx.topk, ctx.gaps = routing.topk, routing.capacity is not None
+        return _gather(rows, routing.inverse, ctx.topk, ctx.gaps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (source,) = ctx.saved_tensors
-        return _spread(grad, source, ctx.topk), None, None, None
+        return _spread(grad, source, ctx.topk, ctx.gaps), None
 
 
-def _spread(tokens: Tensor, source: Tensor, topk: int) -> Tensor:
-    return tokens.index_select(0, source // topk if topk > 1 else source)
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
 
 
-def _gather(rows: Tensor, inverse: Tensor, topk: int) -> Tensor:
-    copies = rows.index_select(0, inverse)
+def _spread(tokens: Tensor, source: Tensor, topk: int, gaps: bool) -> Tensor:
+    return _select(tokens, source // topk if topk > 1 else source, gaps)
+
+
+def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
+    copies = _select(rows, inverse, gaps)
     return copies.view(copies.shape[0] // topk, topk, *copies.shape[1:]).sum(1) if topk > 1 else copies
+
+
+def _select(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
+    """Rows of x by index; zeros where there are gaps and the index points past the end."""
+    if not gaps:
+        return x.index_select(0, index)
+    taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
+    return taken.masked_fill_((index >= x.shape[0]).view(-1, *(1 for _ in x.shape[1:])), 0)

@@ -12,12 +12,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.dispatch import Routing, make_routing
 from overlap.model.config import ModelConfig, Score
 from overlap.model.precision import DTYPES, WideBuffers, wide_dtype
+from overlap.parallel.world import SOLO, World
 
 Select = Callable[[Tensor, int], Tensor]
 """select(scores [T, n], k) -> ids [T, k] int64: the k largest per row, distinct."""
@@ -94,7 +96,7 @@ class Router(WideBuffers):
         logits = self._logits(x)
         scores = logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
         if pinned is None:
-            pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding)
+            pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding, self.config.capacity)
         mean = _MeanOverTokens(padding)
         losses = {"aux": self._aux_loss, "z": self._z_loss}
         tokens = mean.count(x) if self.config.per_token_loss else 1
@@ -186,12 +188,24 @@ class _MeanOverTokens:
 
 
 @torch.no_grad()
-def update_expert_bias(model: nn.Module) -> None:
-    """Once per optimizer step: raise the bias of experts below the mean load, lower it above, restart the count."""
-    for router in model.modules():
-        if isinstance(router, Router):
-            if router.config.expert_bias:
-                load = router.tokens_per_expert.double()
-                step = (load.mean() - load).sign() * router.config.bias_rate
-                router.expert_bias.add_(step.to(router.expert_bias.dtype))
-            router.tokens_per_expert.zero_()
+def update_expert_bias(model: nn.Module, world: World = SOLO) -> None:
+    """Once per optimizer step: raise the bias of experts below the mean load, lower it above, restart the count.
+
+    Args:
+        model: Its routers are updated.
+        world: The load is that of all ranks of the pipeline stage, so that the bias stays the same on them.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if world.groups is not None and routers:
+        # One collective for all of them.
+        loads = torch.stack([router.tokens_per_expert for router in routers])
+        world.collectives.record("all_reduce", "tokens per expert", loads)
+        dist.all_reduce(loads, group=world.data_group)
+        for router, load in zip(routers, loads, strict=True):
+            router.tokens_per_expert.copy_(load)
+    for router in routers:
+        if router.config.expert_bias:
+            load = router.tokens_per_expert.double()
+            step = (load.mean() - load).sign() * router.config.bias_rate
+            router.expert_bias.add_(step.to(router.expert_bias.dtype))
+        router.tokens_per_expert.zero_()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap.engine import Feeds
+from overlap.training.seeds import data_seed
 from recompute.errors import ConfigError
 
 VOCAB = 256
@@ -43,13 +44,13 @@ class ByteText:
         self.tokens = torch.cat([_read(path, seq) for path in paths])
         """All bytes, uint8."""
 
-    def microbatches(self, seed: int, step: int, num_microbatches: int, batch: int) -> list[Feeds]:
-        """The microbatches of one step: random windows, the same for the same seed and step.
+    def microbatches(self, seed: int, step: int, num_microbatches: int, batch: int, data_rank: int = 0) -> list[Feeds]:
+        """The microbatches of one step: random windows, the same for the same seed, step and rank.
 
         Returns:
             Feeds with ids and labels, int64 [batch, seq].
         """
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
+        generator = torch.Generator().manual_seed(data_seed(seed, step, data_rank))
         starts = torch.randint(len(self.tokens) - self.seq, (num_microbatches, batch), generator=generator)
         return [self._feeds(row) for row in starts]
 

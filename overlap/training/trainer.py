@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
@@ -20,11 +21,12 @@ class StepReport:
 
     step: int
     loss: float
-    """Mean over the step's microbatches of the main loss."""
+    """Mean of the main loss over the step's microbatches, of all ranks."""
     losses: Mapping[str, float]
     """The same for every loss of the head by its name: `loss`, and `mtp1_loss`, ... where there are MTP depths."""
     milliseconds: float
     tokens_per_second: float
+    """Of all ranks together."""
 
 
 class Trainer:
@@ -59,12 +61,14 @@ class Trainer:
         torch.nn.utils.clip_grad_norm_(self.chunk.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        update_expert_bias(self.chunk)
+        update_expert_bias(self.chunk, self.chunk.world)
         seconds = time.perf_counter() - begin
-        tokens = sum(feeds["ids"].numel() for feeds in microbatches)
+        tokens = int(self._over_ranks([sum(feeds["ids"].numel() for feeds in microbatches)])[0])
         # a layer's own losses are named after the layer
         names = [loss.value for loss in self.chunk.program.losses if "." not in loss.value]
-        means = {name: self._mean_loss([item[name] for item in losses], tokens) for name in names}
+        sums = [float(torch.stack([item[name].double() for item in losses]).sum()) for name in names]
+        parts = tokens if self.per_token else len(losses) * self.chunk.world.layout.data
+        means = {name: total / parts for name, total in zip(names, self._over_ranks(sums), strict=True)}
         return StepReport(
             step=number,
             loss=means["loss"],
@@ -73,6 +77,13 @@ class Trainer:
             tokens_per_second=tokens / seconds,
         )
 
-    def _mean_loss(self, losses: Sequence[torch.Tensor], tokens: int) -> float:
-        total = float(torch.stack([loss.double() for loss in losses]).sum())
-        return total / (tokens if self.per_token else len(losses))
+    def _over_ranks(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over the ranks that draw data."""
+        world = self.chunk.world
+        if world.groups is None:
+            return list(numbers)
+        total = torch.tensor(numbers, dtype=torch.float64, device=world.device)
+        world.collectives.record("all_reduce", "report", total)
+        dist.all_reduce(total, group=world.data_group)
+        sums: list[float] = total.tolist()
+        return sums

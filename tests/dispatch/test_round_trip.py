@@ -17,19 +17,22 @@ def test_rows_and_gradients_come_back(scale: float, rows: int) -> None:
     transport = HostLoopback(scale)
     tokens, probs = torch.randn(rows, 3).bfloat16().requires_grad_(), torch.rand(rows)
     routing = make_routing(torch.zeros(rows, 1, dtype=torch.int64), 1)
-    sent, weights = transport.dispatch(tokens, probs, routing)
+    sent, weights, arrival = transport.dispatch(tokens, probs, routing)
     assert torch.equal(sent, tokens)
     assert weights is probs
+    assert arrival.counts is routing.counts
+    assert arrival.order is None
+    assert transport.dispatch(tokens, probs, routing, pinned=(arrival,))[2] is arrival
     assert sent.untyped_storage().data_ptr() != tokens.untyped_storage().data_ptr() or rows == 0
     grad = torch.randn(rows, 3).bfloat16()
     (found,) = torch.autograd.grad(sent, tokens, grad)
     assert torch.equal(found, grad)
-    back, nothing, none = transport.dispatch_adjoint((grad, None), (routing,))
+    back, nothing, none = transport.dispatch_adjoint((grad, None, None), (routing, arrival))
     assert back is not None
     assert torch.equal(back, grad)
     assert nothing is none is None
-    assert torch.equal(transport.combine(tokens, routing), tokens)
-    assert transport.combine_adjoint((None,), (routing,)) == (None, None)
+    assert torch.equal(transport.combine(tokens, routing, arrival), tokens)
+    assert transport.combine_adjoint((None,), (routing, arrival)) == (None, None, None)
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])

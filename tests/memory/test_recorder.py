@@ -96,7 +96,7 @@ def test_in_slot_peak_includes_temporaries() -> None:
 def test_gap_keeps_inputs_and_routing_apart() -> None:
     (gap,) = gaps_of(decoder(uniform(2), layers=3), 1)
     assert gap.segment_inputs == {("embedded", 0), ("1.hidden", 0)}
-    assert gap.pinned == {(f"{layer}.routing", 0) for layer in range(3)}
+    assert gap.pinned == {(f"{layer}.{name}", 0) for layer in range(3) for name in ("routing", "arrival")}
 
 
 class Hoarder(Engine):

@@ -18,7 +18,7 @@ ZERO_ALLOWED = {"layers", "dense_layers", "q_rank", "shared_width", "mtp"}
 
 def test_every_field_has_a_type_that_is_checked() -> None:
     enums = {"attention", "score", "dtype"}
-    others = {"mhc", "mtp_widths"}
+    others = {"capacity", "mhc", "mtp_widths"}
     assert {*INTEGERS, *FLOATS, *BOOLS, *enums, *others} == set(ModelConfig.__dataclass_fields__)
 
 

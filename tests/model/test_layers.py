@@ -42,7 +42,7 @@ def test_lanes_and_weight_gradients() -> None:
     assert [s.name for s in stages if s.lane is Lane.COMM] == ["dispatch", "combine"]
     assert [s.name for s in stages if s.wgrad] == ["attn", "shared", "experts"]
     assert [s.name for s in stages if s.adjoint is not None] == ["dispatch", "combine", "post"]
-    assert [s.pins for s in stages if s.pins] == [("0.routing",)]
+    assert [s.pins for s in stages if s.pins] == [("0.routing",), ("0.arrival",)]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_communication_adjoints_align_with_reads() -> None:
     dispatch, combine = program.by_key[0, "dispatch"], program.by_key[0, "combine"]
     assert dispatch.adjoint is not None
     assert combine.adjoint is not None
-    assert dispatch.adjoint((tokens, probs), (None,)) == (tokens, probs, None)
-    assert combine.adjoint((rows,), (None,)) == (rows, None)
+    assert dispatch.adjoint((tokens, probs, None), (None, None)) == (tokens, probs, None)
+    assert combine.adjoint((rows,), (None, None)) == (rows, None, None)
 
 
 def test_replay_of_attn_at_pinned_routing_has_the_same_bits() -> None:

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+import argparse
+from datetime import timedelta
+
+import pytest
+
+from overlap.cli.parallel_options import (
+    ParallelOptions,
+    add_parallel_options,
+    joined,
+    lengths,
+    own_length,
+    read_parallel,
+)
+from overlap.parallel.layout import ParallelLayout
+from overlap.parallel.world import SOLO
+from recompute.errors import ConfigError
+
+
+def read(words: str) -> ParallelOptions:
+    parser = argparse.ArgumentParser()
+    add_parallel_options(parser)
+    parser.set_defaults(default_of=parser.get_default)
+    return read_parallel(parser.parse_args(words.split()))
+
+
+@pytest.fixture
+def _four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("RANK", "3")
+
+
+@pytest.mark.usefixtures("_four")
+def test_every_option_is_read() -> None:
+    words = "--ep 2 --capacity 1.5 --route first-rank --debug-collectives --backend gloo --collective-timeout 7"
+    assert read(words) == ParallelOptions(
+        layout=ParallelLayout(world_size=4, ep=2),
+        data_rank=3,
+        capacity_factor=1.5,
+        route="first-rank",
+        debug_collectives=True,
+        backend="gloo",
+        timeout=timedelta(seconds=7),
+    )
+
+
+def test_the_default_is_one_process() -> None:
+    assert read("") == ParallelOptions() == read_parallel(argparse.Namespace())
+    with joined(ParallelOptions(), "cpu") as world:
+        assert world is SOLO
+
+
+@pytest.mark.usefixtures("_four")
+@pytest.mark.parametrize(
+    ("words", "field"),
+    [
+        ("--ep 3", "ep"),
+        ("--ep 0", "ep"),
+        ("--ep 2 --capacity 0", "capacity"),
+        ("--ep 2 --capacity nan", "capacity"),
+        ("--ep 2 --collective-timeout 0", "collective_timeout"),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: str, field: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        read(words)
+    assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("words", ["--debug-collectives", "--backend gloo", "--collective-timeout 9", "--ep 2"])
+def test_one_process_needs_no_groups(words: str) -> None:
+    with pytest.raises(ConfigError):
+        read(words)
+
+
+@pytest.mark.usefixtures("_four")
+def test_lengths_are_one_for_all_or_one_each() -> None:
+    parallel = read("--ep 2")
+    assert own_length(lengths("16"), parallel) == 16
+    assert own_length(lengths("16,24,8,32"), parallel) == 32
+    with pytest.raises(ConfigError, match="one for each of the 4 ranks"):
+        own_length(lengths("16,24"), parallel)
