@@ -89,3 +89,7 @@ class NoBorder:
     def await_gradient(self, grads: Sequence[Tensor | None], pinned: Sequence[Any]) -> tuple[Tensor | None]:
         """Nothing left."""
         raise NotImplementedError
+
+
+NO_BORDER = NoBorder()
+"""Of every uncut model."""

@@ -17,7 +17,7 @@ from overlap.builder import ProgramBuilder, Value
 from overlap.dispatch import LocalTransport, Transport
 from overlap.ir import RECEIVE, SEND, Program
 from overlap.model.config import ModelConfig
-from overlap.model.cut import Border, Cut, NoBorder
+from overlap.model.cut import NO_BORDER, Border, Cut
 from overlap.model.feeds import check_feeds
 from overlap.model.head import Head, TiedHead
 from overlap.model.init import init_weights
@@ -31,7 +31,6 @@ from overlap.model.weights import Weights
 from recompute.errors import ConfigError
 
 _LOCAL = LocalTransport()
-_NO_BORDER = NoBorder()
 ARRIVING = "arriving"
 """Feed of a part that does not open the model: where the residual state arrives."""
 Init = Callable[[nn.Module, int], None]
@@ -63,7 +62,7 @@ class Decoder(nn.Module):
         seed: int = 0,
         init: Init = init_weights,
         cut: Cut | None = None,
-        border: Border = _NO_BORDER,
+        border: Border = NO_BORDER,
         split_embedding: bool = False,
     ) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from overlap.pipelining.executor import Executor
 from overlap.pipelining.layout import PipelineLayout
 from overlap.pipelining.plans import PairPlans
 from overlap.pipelining.schedules import SPLITS, OrderedSchedule, ScheduleKind, make_orders
+from overlap.pipelining.shared import SharedEmbedding
 from overlap.pipelining.stage import ChunkStage
 from recompute.errors import ConfigError
 
@@ -76,6 +77,10 @@ class Pipeline:
         self.plans = PairPlans(planners, self.lead.order, delayed=self.lead.delay_wgrad, pin=pin_activations)
         self.executor = Executor(self.stages, self.plans, lanes)
         self._schedules: dict[int, OrderedSchedule] = {}
+        self.agreed = False
+        """Whether all ranks were found to have the same settings."""
+        self.shared = SharedEmbedding.of([stage.part for stage in self.stages])
+        self.shared.join()
 
     @property
     def chunks(self) -> tuple[ModelChunk, ...]:
@@ -86,6 +91,12 @@ class Pipeline:
     def channels(self) -> tuple[Channel, ...]:
         """The channels of this rank's stages."""
         return tuple(channel for stage in self.stages for channel in stage.border.channels)
+
+    @property
+    def receive_buffers(self) -> dict[str, int]:
+        """Receive buffers: most alive at once in a channel, added up over the channels, and alive now."""
+        wires = [channel for channel in self.channels if isinstance(channel, Wire)]
+        return {"peak": sum(wire.peak for wire in wires), "live": sum(wire.live for wire in wires)}
 
     def schedule(self, num_microbatches: int) -> OrderedSchedule:
         """The schedule of a step, made at the first request.
@@ -101,8 +112,9 @@ class Pipeline:
         return self._schedules[num_microbatches]
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """The parameters of this rank by their names in the whole model."""
-        return {name: p for chunk in self.chunks for name, p in chunk.module.named_parameters()}
+        """The parameters that this rank trains, by their names in the whole model."""
+        named = {name: p for chunk in self.chunks for name, p in chunk.module.named_parameters()}
+        return {name: p for name, p in named.items() if p is not self.shared.alias}
 
     def named_buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers of this rank by their names in the whole model."""

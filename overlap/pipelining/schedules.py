@@ -157,3 +157,9 @@ class OrderedSchedule(compat.Runtime):
         super().__init__(list(stages), num_microbatches, loss_fn=no_loss, scale_grads=False)
         self.pipeline_order = {rank: list(actions) for rank, actions in orders.items()}
         self._prepare_schedule_with_comms(self.pipeline_order)
+
+    @property
+    def overlapped(self) -> int:
+        """Actions of this rank that run forward and backward as one."""
+        own = self.pipeline_order[self.rank]
+        return sum(action is not None and action.computation_type is compat.OVERLAP_F_B for action in own)

@@ -1,12 +1,12 @@
 """SharedEmbedding: an embedding that the first and the last virtual stage both read.
 
 Each holds a copy and adds up its own uses; after the step both get the sum of the two. On one rank the copies share
-their memory, and the last stage's is no parameter for an optimizer.
+their memory, and only the first stage's is trained.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from overlap.pipelining.pipeline import Pipeline
+from overlap.pipelining.stage import Part
 
 _NAME = "embedding"
 
@@ -23,51 +23,68 @@ _NAME = "embedding"
 class SharedEmbedding:
     """The copies of the embedding on this rank."""
 
-    pipeline: Pipeline
     first: nn.Parameter | None
     """The first stage's copy, if it is here and there are two."""
     last: nn.Parameter | None
     """The last stage's copy."""
 
     @classmethod
-    def of(cls, pipeline: Pipeline) -> SharedEmbedding:
-        """The copies that a pipeline's rank holds."""
-        split = any(stage.part.split_embedding for stage in pipeline.stages)
-        named = pipeline.named_parameters() if split else {}
-        late = next(stage.part.late_name for stage in pipeline.stages)
-        return cls(pipeline=pipeline, first=named.get(_NAME), last=named.get(late))
+    def of(cls, parts: Sequence[Part]) -> SharedEmbedding:
+        """The copies among the parts of a rank."""
+        copies = {
+            name: parameter
+            for part in parts
+            if part.split_embedding
+            for name, parameter in part.named_parameters()
+            if name in (_NAME, part.late_name)
+        }
+        first = copies.pop(_NAME, None)
+        return cls(first=first, last=next(iter(copies.values()), None))
+
+    @property
+    def alias(self) -> nn.Parameter | None:
+        """The copy that is none: it shares the other one's memory, on this rank."""
+        return None if self.first is None else self.last
+
+    def join(self) -> None:
+        """Let two copies on one rank share their memory; they still have a gradient each, until the step is over."""
+        if self.first is not None and self.last is not None:
+            self.last.data = self.first.data
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """Add the two gradients of the step inside, on top of what was there before it."""
+    def apart(self, first_rank: int, last_rank: int, group: dist.ProcessGroup | None) -> Iterator[None]:
+        """Add the two gradients of the step inside, on top of what was there before it.
+
+        Args:
+            first_rank: Rank of the first stage in the group.
+            last_rank: Rank of the last stage.
+            group: The pipeline's.
+        """
         here = [copy for copy in (self.first, self.last) if copy is not None]
         before = [copy.grad for copy in here]
         for copy in here:
             copy.grad = None
         yield
-        total = self._total()
+        first = None if self.first is None else self.first.grad
+        last = None if self.last is None else self.last.grad
+        if self.first is None and self.last is not None:
+            first = _exchange(self.last, first_rank, group)
+        elif self.first is not None and self.last is None:
+            last = _exchange(self.first, last_rank, group)
+        total = _sum(first, last)
         for copy, earlier in zip(here, before, strict=True):
-            copy.grad = _sum(earlier, total)
+            copy.grad = None if copy is self.alias else _sum(earlier, total)
 
-    def _total(self) -> Tensor | None:
-        if self.first is not None and self.last is not None:
-            return _sum(self.first.grad, self.last.grad)
-        if self.first is not None:
-            return _sum(self.first.grad, self._exchange(self.first, self.pipeline.layout.num_stages - 1))
-        if self.last is not None:
-            return _sum(self._exchange(self.last, 0), self.last.grad)
-        return None
 
-    def _exchange(self, copy: nn.Parameter, stage: int) -> Tensor | None:
-        """The gradient of the copy that another stage holds; None if it has none."""
-        peer, group = self.pipeline.layout.rank_of(stage), self.pipeline.group
-        has = torch.tensor([copy.grad is not None], dtype=torch.uint8, device=copy.device)
-        theirs = torch.zeros_like(has)
-        _swap(has, theirs, peer, group)
-        gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
-        arrived = torch.empty_like(gradient)
-        _swap(gradient, arrived, peer, group)
-        return arrived if theirs.item() else None
+def _exchange(copy: nn.Parameter, peer: int, group: dist.ProcessGroup | None) -> Tensor | None:
+    """The gradient of the copy that another rank holds; None if it has none."""
+    has = torch.tensor([copy.grad is not None], dtype=torch.uint8, device=copy.device)
+    theirs = torch.zeros_like(has)
+    _swap(has, theirs, peer, group)
+    gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
+    arrived = torch.empty_like(gradient)
+    _swap(gradient, arrived, peer, group)
+    return arrived if theirs.item() else None
 
 
 def _swap(mine: Tensor, theirs: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:

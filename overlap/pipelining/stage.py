@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -36,6 +36,9 @@ class Part(Protocol):
     @property
     def split_embedding(self) -> bool:
         """Whether the first stage's embedding and the last one's are copies of each other."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's."""
 
     def state_shape(self, ids: Tensor) -> tuple[int, ...]:
         """Shape of the state between two layers."""

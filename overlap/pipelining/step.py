@@ -8,10 +8,10 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from overlap.engine import Engine, Feeds, Observer
+from overlap.parallel.agree import agree, compare_collectives, gather
 from overlap.pipelining.compat import forget_receives
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.schedules import OrderedSchedule
-from overlap.pipelining.shared import SharedEmbedding
 from overlap.step import Losses, apply_effects, check_accumulate, check_precision, engine_for, replayed_feeds, rollback
 from recompute.errors import ConfigError
 
@@ -50,14 +50,17 @@ def train_pipeline(
     if not torch.is_grad_enabled():
         return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
     check_precision(pipeline.lead.device)
+    agree_on_pipeline(pipeline, len(microbatches))
     scale = pipeline.lead.loss_scale.factor(microbatches, accumulate, total_tokens)
     schedule = pipeline.schedule(len(microbatches))
-    shared = SharedEmbedding.of(pipeline)
     for stage in pipeline.stages:
         stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
-    with _running(pipeline, schedule, observers, engine_type, keep=True), shared.apart():
+    ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
+    with _running(pipeline, schedule, observers, engine_type, keep=True), pipeline.shared.apart(*ends, pipeline.group):
         schedule.step(return_outputs=False)
-    return _results(pipeline, effects=True)
+    results = _results(pipeline, effects=True)
+    compare_collectives(pipeline.lead.world)
+    return results
 
 
 def evaluate_pipeline(
@@ -127,6 +130,39 @@ def _results(pipeline: Pipeline, *, effects: bool) -> list[Losses]:
         for losses, owner in zip(merged, states, strict=True):
             losses.update(owner.outputs)
     return merged
+
+
+def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
+    """Check, once, that all ranks are about to do the same: pipelines of the same shape, stages of the same settings.
+
+    Raises:
+        ConfigError: On every rank; names the setting that differs and each rank's value.
+    """
+    world = pipeline.lead.world
+    if world.groups is None or pipeline.agreed:
+        return
+    lead = pipeline.lead
+    shape = {
+        "pp_layout": pipeline.layout.layers,
+        "pp": pipeline.layout.pp,
+        "schedule": str(pipeline.kind),
+        "microbatches": num_microbatches,
+        "seed": lead.seed,
+        "steps_done": lead.steps_done,
+        "loss_scale": repr(lead.loss_scale),
+        "delay_wgrad": lead.delay_wgrad,
+    }
+    everyone = gather(world, shape)
+    for field in shape:
+        values = {rank: theirs[field] for rank, theirs in enumerate(everyone)}
+        if any(value != shape[field] for value in values.values()):
+            raise ConfigError(field=field, value=values, rule="must be the same on all ranks")
+    agree(world, {
+        f"{field} of stage {stage.stage_index}": value
+        for stage in pipeline.stages
+        for field, value in stage.chunk.settings(num_microbatches).items()
+    })  # fmt: skip
+    pipeline.agreed = True
 
 
 def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> None:
