@@ -196,7 +196,7 @@ class Program:
     """Values handed back to the caller for each microbatch, beside the losses."""
     mtp_layers: frozenset[int] = field(default=frozenset())
     first_layer: int = 0
-    """Number of its first layer: a virtual stage of a pipeline keeps the whole model's numbers, which seed draws (R4)."""
+    """Number of its first layer: a part of a pipeline keeps the whole model's numbers, which seed draws (R4)."""
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
 

@@ -237,7 +237,9 @@ def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int 
 
 
 @contextmanager
-def engine_for(chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]) -> Iterator[Engine]:
+def engine_for(
+    chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]
+) -> Iterator[Engine]:
     """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
     device = chunk.device
     engine = engine_type(

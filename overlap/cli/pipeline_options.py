@@ -36,9 +36,7 @@ def add_pipeline_options(parser: argparse.ArgumentParser) -> None:
     pipeline = parser.add_argument_group("pipeline (start with torchrun)")
     pipeline.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline ranks (default 1)")
     pipeline.add_argument("--vpp", type=int, metavar="N", help="virtual stages per rank (default: by schedule)")
-    pipeline.add_argument(
-        "--schedule", choices=[*ScheduleKind], help="how microbatches travel (default interleaved)"
-    )
+    pipeline.add_argument("--schedule", choices=[*ScheduleKind], help="how microbatches travel (default interleaved)")
     pipeline.add_argument(
         "--pp-layout", metavar="N,N,...", help="layers of each virtual stage, 0 for an empty one (default: even)"
     )
@@ -83,7 +81,7 @@ def with_delays(options: Options, pipeline: PipelineOptions) -> Options:
 
 
 def build_pipeline(options: Options, pipeline: PipelineOptions, world: World) -> tuple[Pipeline, Bench]:
-    """This rank's share of the pipeline, and what it runs on."""
+    """One rank's share of the pipeline, and what it runs on."""
     bench = make_bench(options, world)
     make = partial(make_decoder_chunk, options, bench)
     share = Pipeline(
@@ -105,7 +103,8 @@ def alone_in_a_group(world: World) -> Iterator[None]:
     if world.groups is not None:
         yield
         return
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]  # documented, but not in __all__
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield
     finally:

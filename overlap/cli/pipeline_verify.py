@@ -45,6 +45,10 @@ def verify_in_pipeline(options: Options, args: argparse.Namespace, world: World)
     if world.rank == 0:
         payload = {
             **_summary(verdict),
+            "gradients": {
+                "compared": sum(one.gradients.compared for one in verdicts),
+                "different": list(verdict.gradients.different),
+            },
             "ranks": [
                 {"rank": rank, **each, **_summary(one)}
                 for rank, (one, each) in enumerate(zip(verdicts, facts, strict=True))

@@ -111,7 +111,8 @@ class Decoder(nn.Module):
             if index not in self.cut.layers:
                 self.layers[index] = nn.Identity()
         if not self.cut.closes:
-            self.mtp, self.head = nn.ModuleList(), nn.Identity()
+            self.mtp = nn.ModuleList()
+            self.register_module("head", nn.Identity())
 
     @property
     def _reads_late(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (  # type: ignore[attr-defined]  # private names
+from torch.distributed.pipelining.schedules import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -44,8 +44,8 @@ Handler = Callable[[Action, Context], None]
 RankActions = Mapping[int, Sequence[Action | None]]
 """Actions of each rank, in order."""
 
-get_1f1b_rank_ops = _get_1f1b_rank_ops
-get_warmup_ops = _get_warmup_ops
+get_1f1b_rank_ops: Callable[..., list[Action | None]] = _get_1f1b_rank_ops
+get_warmup_ops: Callable[..., int] = _get_warmup_ops
 
 __all__ = [
     "BACKWARD_INPUT",
@@ -136,7 +136,6 @@ def lower_actions(orders: RankActions, num_stages: int, num_microbatches: int) -
         for rank, actions in orders.items()
     }
     return _add_send_recv(sharded, lambda stage: rank_of[stage], num_stages)  # type: ignore[arg-type]
-
 
 
 def sub_actions(action: Action) -> tuple[Action, Action]:

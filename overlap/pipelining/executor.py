@@ -13,10 +13,10 @@ from overlap.ir import Lane
 from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.model.decoder import ARRIVING
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.pipelining import compat
 from overlap.pipelining.plans import PairPlans
 from overlap.pipelining.stage import ChunkStage, local_stages
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from recompute.errors import RecomputeError
 
 
@@ -54,43 +54,43 @@ class Executor:
         """Forget it."""
         self._engines = []
 
-    def forward(self, action: compat.Action, context: compat.Context) -> None:
+    def forward(self, action: compat.Action, ctx: compat.Context) -> None:
         """FORWARD: one chunk's forward alone."""
-        stage, microbatch = self._begin_forward(action, context)
+        stage, microbatch = self._begin_forward(action, ctx)
         if stage.has_backward:
             plan = self._plans.pair(stage.half(microbatch), None)
         else:
             plan = self._plans.evaluation(stage.stage_index)
         self._run(plan, {FORWARD_SIDE: stage.states[microbatch]})
 
-    def backward(self, action: compat.Action, context: compat.Context) -> None:
+    def backward(self, action: compat.Action, ctx: compat.Context) -> None:
         """FULL_BACKWARD: one chunk's backward alone."""
-        stage, microbatch = self._begin_backward(action, context)
+        stage, microbatch = self._begin_backward(action, ctx)
         if stage.has_backward:
             self._run(self._plans.pair(None, stage.half(microbatch)), {BACKWARD_SIDE: stage.states[microbatch]})
             self._end_backward(stage, microbatch, whole=True)
 
-    def backward_input(self, action: compat.Action, context: compat.Context) -> None:
+    def backward_input(self, action: compat.Action, ctx: compat.Context) -> None:
         """BACKWARD_INPUT: gradients of the inputs, and weight gradients that need not wait (R13)."""
-        stage, microbatch = self._begin_backward(action, context)
+        stage, microbatch = self._begin_backward(action, ctx)
         if stage.has_backward:
             first, _ = self._plans.halves(stage.half(microbatch))
             self._run(first, {BACKWARD_SIDE: stage.states[microbatch]})
             self._end_backward(stage, microbatch, whole=False)
 
-    def backward_weight(self, action: compat.Action, context: compat.Context) -> None:
+    def backward_weight(self, action: compat.Action, ctx: compat.Context) -> None:
         """BACKWARD_WEIGHT: the other weight gradients."""
-        stage, microbatch = self._stage(action, context)
+        stage, microbatch = self._stage(action, ctx)
         if stage.has_backward:
             _, second = self._plans.halves(stage.half(microbatch))
             self._run(second, {BACKWARD_SIDE: stage.states[microbatch]})
             check_done(stage, stage.states[microbatch])
 
-    def overlap(self, action: compat.Action, context: compat.Context) -> None:
+    def overlap(self, action: compat.Action, ctx: compat.Context) -> None:
         """OVERLAP_F_B: forward of one chunk and backward of another as one plan."""
         forward, backward = compat.sub_actions(action)
-        ahead, first = self._begin_forward(forward, context)
-        behind, second = self._begin_backward(backward, context)
+        ahead, first = self._begin_forward(forward, ctx)
+        behind, second = self._begin_backward(backward, ctx)
         if not behind.has_backward:
             self._run(self._plans.evaluation(ahead.stage_index), {FORWARD_SIDE: ahead.states[first]})
             return
@@ -98,22 +98,22 @@ class Executor:
         self._run(self._plans.pair(ahead.half(first), behind.half(second)), states)
         self._end_backward(behind, second, whole=True)
 
-    def _stage(self, action: compat.Action, context: compat.Context) -> tuple[ChunkStage, int]:
+    def _stage(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
         stage = self._stages[action.stage_index]
-        compat.wait_unsharded(context, stage)
+        compat.wait_unsharded(ctx, stage)
         return stage, compat.microbatch_of(action)
 
-    def _begin_forward(self, action: compat.Action, context: compat.Context) -> tuple[ChunkStage, int]:
-        stage, microbatch = self._stage(action, context)
-        compat.take_receive(context, action)
+    def _begin_forward(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
+        stage, microbatch = self._stage(action, ctx)
+        compat.take_receive(ctx, action)
         stage.border.forward = microbatch
         if not stage.is_first:
             stage.states[microbatch].values[ARRIVING, 0] = stage.border.arrivals.coming(microbatch)
         return stage, microbatch
 
-    def _begin_backward(self, action: compat.Action, context: compat.Context) -> tuple[ChunkStage, int]:
-        stage, microbatch = self._stage(action, context)
-        compat.take_receive(context, action)
+    def _begin_backward(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
+        stage, microbatch = self._stage(action, ctx)
+        compat.take_receive(ctx, action)
         stage.border.open_backward(microbatch)
         return stage, microbatch
 

@@ -26,7 +26,7 @@ MakeChunk = Callable[[Cut, Border], ModelChunk]
 
 
 class Pipeline:
-    """This rank's share of a pipeline.
+    """One rank's share of a pipeline.
 
     Args:
         layout: Stages, ranks and layers.
@@ -152,4 +152,3 @@ def _make_borders(
             gradients=channel(stage, stage + 1),
         )
     return borders
-

@@ -66,9 +66,7 @@ def make_orders(kind: ScheduleKind, layout: PipelineLayout, num_microbatches: in
 def _interleaved(stages: Sequence[Any], layout: PipelineLayout, num_microbatches: int) -> compat.RankActions:
     # torch's own checks the counts and says how many microbatches a round has
     plain = compat.ScheduleInterleaved1F1B(stages, num_microbatches, loss_fn=no_loss)  # type: ignore[arg-type]
-    return {
-        rank: _paired(rank, layout, plain.microbatches_per_round, num_microbatches) for rank in range(layout.pp)
-    }
+    return {rank: _paired(rank, layout, plain.microbatches_per_round, num_microbatches) for rank in range(layout.pp)}
 
 
 def _paired(rank: int, layout: PipelineLayout, per_round: int, num_microbatches: int) -> list[compat.Action]:
@@ -86,9 +84,7 @@ def _paired(rank: int, layout: PipelineLayout, per_round: int, num_microbatches:
     every = compat.get_1f1b_rank_ops(local, pp, warm, total - warm, warm, rank, forward, backward)
     actions = [action for action in every if action is not None]
     steady = actions[warm : 2 * total - warm]
-    pairs = [
-        compat.Action(-1, compat.OVERLAP_F_B, None, pair) for pair in zip(steady[::2], steady[1::2], strict=True)
-    ]
+    pairs = [compat.Action(-1, compat.OVERLAP_F_B, None, pair) for pair in zip(steady[::2], steady[1::2], strict=True)]
     return [*actions[:warm], *pairs, *actions[2 * total - warm :]]
 
 
@@ -154,7 +150,8 @@ class OrderedSchedule(compat.Runtime):
     def __init__(
         self, stages: Sequence[compat.PipelineStage], num_microbatches: int, orders: compat.RankActions
     ) -> None:
-        super().__init__(list(stages), num_microbatches, loss_fn=no_loss, scale_grads=False)
+        # the losses are scaled, never stored gradients
+        super().__init__(list(stages), num_microbatches, loss_fn=no_loss, scale_grads=False)  # type: ignore[no-untyped-call]
         self.pipeline_order = {rank: list(actions) for rank, actions in orders.items()}
         self._prepare_schedule_with_comms(self.pipeline_order)
 

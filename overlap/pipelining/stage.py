@@ -99,7 +99,7 @@ class ChunkStage(StaticStage):
         self._shapes.clear()
 
     def half(self, microbatch: int) -> Half:
-        """This stage's side of a plan."""
+        """The stage's side of a plan."""
         return Half(self.stage_index, self._configs[microbatch], self._trained)
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
