@@ -66,6 +66,10 @@ class Handover:
         self._device = device
         self._tensors: dict[int, Tensor] = {}
 
+    def another(self) -> Handover:
+        """A channel for the same messages."""
+        return Handover(self._dtype, self._device)
+
     def expect(self, microbatch: int, shape: Sequence[int]) -> None:
         """Nothing is received."""
 
@@ -129,12 +133,17 @@ class Wire:
     def expect(self, microbatch: int, shape: Sequence[int]) -> None:
         """Allocate the buffer and post the receive."""
         self._lanes.enter(Lane.P2P)
+        buffer = self.allocate(microbatch, shape)
+        self._coming[microbatch] = (buffer, _posted(dist.irecv(buffer, group=self._group, group_src=self._peer)))
+        self._lanes.enter(Lane.COMPUTE)
+
+    def allocate(self, microbatch: int, shape: Sequence[int]) -> Tensor:
+        """A buffer for a message, counted as long as its memory is in use."""
         buffer = torch.empty(tuple(shape), dtype=self._dtype, device=self._device)
         self.live += 1
         self.peak = max(self.peak, self.live)
-        weakref.finalize(buffer.untyped_storage(), _released(weakref.ref(self)))
-        self._coming[microbatch] = (buffer, _posted(dist.irecv(buffer, group=self._group, group_src=self._peer)))
-        self._lanes.enter(Lane.COMPUTE)
+        weakref.finalize(buffer.untyped_storage(), _released(weakref.ref(self))).atexit = False
+        return buffer
 
     def coming(self, microbatch: int) -> Tensor:
         """The buffer."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ class Pipeline:
         device: Of the chunks.
         pin_activations: Where the schedule cuts backward in two: put off the weight gradients of recomputed segments
             too, at the price of their activations (R13).
+        wire: Makes the channels to other ranks.
+        runtime: Makes the schedules.
 
     Raises:
         ConfigError: The group has another size than the layout, or the schedule cuts backward in two and the chunks do
@@ -55,6 +58,8 @@ class Pipeline:
         dtype: torch.dtype,
         device: torch.device,
         pin_activations: bool = False,
+        wire: Callable[..., Wire] = Wire,
+        runtime: Callable[..., OrderedSchedule] = OrderedSchedule,
     ) -> None:
         if dist.get_world_size(group) != layout.pp:
             rule = f"the pipeline's group has {dist.get_world_size(group)} ranks"
@@ -63,7 +68,8 @@ class Pipeline:
         self.kind = kind
         self.group = group
         self.rank = dist.get_rank(group)
-        borders = _make_borders(layout, self.rank, group, lanes, dtype, device)
+        make_wire = partial(wire, group=group, lanes=lanes, dtype=dtype, device=device)
+        borders = _make_borders(layout, self.rank, make_wire, Handover(dtype, device))
         chunks = {stage: make(cut_of(layout, stage), border) for stage, border in borders.items()}
         self.stages = tuple(
             ChunkStage(chunk, borders[stage], stage, layout.num_stages, group) for stage, chunk in chunks.items()
@@ -76,6 +82,7 @@ class Pipeline:
         planners = {stage: chunk.planner for stage, chunk in chunks.items()}
         self.plans = PairPlans(planners, self.lead.order, delayed=self.lead.delay_wgrad, pin=pin_activations)
         self.executor = Executor(self.stages, self.plans, lanes)
+        self._runtime = runtime
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False
         """Whether all ranks were found to have the same settings."""
@@ -106,7 +113,7 @@ class Pipeline:
         """
         if num_microbatches not in self._schedules:
             orders = make_orders(self.kind, self.layout, num_microbatches)
-            schedule = OrderedSchedule(self.stages, num_microbatches, orders)
+            schedule = self._runtime(self.stages, num_microbatches, orders)
             self.executor.register(schedule)
             self._schedules[num_microbatches] = schedule
         return self._schedules[num_microbatches]
@@ -130,17 +137,16 @@ def cut_of(layout: PipelineLayout, stage: int) -> Cut:
 def _make_borders(
     layout: PipelineLayout,
     rank: int,
-    group: dist.ProcessGroup | None,
-    lanes: Lanes,
-    dtype: torch.dtype,
-    device: torch.device,
+    wire: Callable[[int], Wire],
+    nobody: Handover,
 ) -> dict[int, StageBorder]:
-    """The ends of this rank's stages; neighbours on this rank share their channels."""
+    """The ends of this rank's stages; neighbours on this rank share their channels, the model's ends lead nowhere."""
 
     def channel(stage: int, neighbour: int) -> Channel:
-        if not 0 <= neighbour < layout.num_stages or layout.rank_of(neighbour) == rank:
-            return Handover(dtype, device)
-        return Wire(layout.rank_of(neighbour), group, lanes, dtype, device)
+        if not 0 <= neighbour < layout.num_stages:
+            return nobody
+        holder = layout.rank_of(neighbour)
+        return nobody.another() if holder == rank else wire(holder)
 
     borders: dict[int, StageBorder] = {}
     for stage in layout.stages_of(rank):
