@@ -154,12 +154,11 @@ class FailsOnce(Engine):
 
     armed = True
 
-    def issue(self, issue: Issue, owner: MicrobatchState) -> None:
-        """Fail at the first layer's backward."""
-        if FailsOnce.armed and issue.slot.op is Op.BACKWARD and issue.slot.layer == 0:
+    def _backward(self, issue: Issue, owner: MicrobatchState) -> None:
+        if FailsOnce.armed and issue.slot.layer == 0:
             FailsOnce.armed = False
             raise ArithmeticError("planted")
-        super().issue(issue, owner)
+        super()._backward(issue, owner)
 
 
 def test_a_step_that_failed_leaves_nothing_and_the_next_one_works() -> None:
