@@ -2,7 +2,8 @@
 
 A part hands over as soon as it can and waits as late as it can. Where forward and backward run side by side, the end
 of the last forward layer is moved ahead of the last attention backward, so that this hides the forward send, and the
-backward send is hidden by that attention's weight gradient.
+backward send is hidden by that attention's weight gradient. An order that runs that backward before the forward
+layer's transfers keeps it there.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ def place_transfers(schedule: Schedule, sides: Sides) -> Schedule:
     """
     slots = [slot for slot in schedule if slot.key not in (_RECEIVE, _SEND)]
     moved = {(slot.op in _FORWARDS, slot.key): slot for slot in schedule if slot.key in (_RECEIVE, _SEND)}
+    if not moved:
+        return schedule
     if (receive := moved.get((True, _RECEIVE))) is not None:
         slots.insert(_first(slots, receive, _readers(receive, sides), default=0), receive)
     if (send := moved.get((True, _SEND))) is not None:
