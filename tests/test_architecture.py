@@ -17,6 +17,7 @@ PURE = (
     *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     "overlap.parallel.layout",
+    *(f"overlap.{name}" for name in ("pipelining.layout", "pipelining.plans", "transfers")),
     *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
 )
 OPTIONAL = ("transformer_engine", "deep_ep")

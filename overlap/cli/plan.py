@@ -8,6 +8,8 @@ from typing import Any
 from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk
 from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
+from overlap.cli.pipeline_plan import plan_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.ir import WEIGHTS, Schedule
 from overlap.plan import PlanRequest
@@ -23,12 +25,15 @@ def add_parser(commands: Any) -> None:
         description="Show what a step will issue, without running it.",
     )
     add_shared_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and report; returns the exit status."""
     options = read_options(args)
+    if wants_pipeline(args):
+        return plan_pipeline(options, args)
     chunk = build_chunk(options)
     facts = step_facts(chunk, options.microbatches)
     trained = chunk.program.trained()

@@ -158,5 +158,9 @@ class OrderedSchedule(compat.Runtime):
     @property
     def overlapped(self) -> int:
         """Actions of this rank that run forward and backward as one."""
-        own = self.pipeline_order[self.rank]
-        return sum(action is not None and action.computation_type is compat.OVERLAP_F_B for action in own)
+        return count_pairs(self.pipeline_order[self.rank])
+
+
+def count_pairs(actions: Sequence[compat.Action | None]) -> int:
+    """Actions that run forward and backward as one."""
+    return sum(action is not None and action.computation_type is compat.OVERLAP_F_B for action in actions)

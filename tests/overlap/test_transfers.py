@@ -45,12 +45,15 @@ def words(plan: Plan) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("order", "replay"), [*((order, EXPOSED) for order in ORDER_NAMES), *((order, HIDDEN) for order in HIDDEN_TABLES)],
+    ("order", "replay"),
+    # early_release runs attention's backward before the forward layer's transfers
+    [
+        *((order, EXPOSED) for order in ORDER_NAMES if order != "early_release"),
+        *((order, HIDDEN) for order in HIDDEN_TABLES if order != "early_release"),
+    ],
 )
 def test_a_pair_hides_both_sends(order: str, replay: Replay) -> None:
     """The forward send is issued ahead of the last attention backward, the backward send ahead of its W."""
-    if order == "early_release":
-        pytest.skip("runs attention's backward before the forward layer's transfers")
     plans, halves = make_plans((1, 2, 2, 1), uniform(1, replay), order)
     slots = words(plans.pair(halves[1], halves[2]))
     places = [slots.index(word) for word in ("F1.send", "B0.3.attn", "B0.recv", "W0.3.attn")]

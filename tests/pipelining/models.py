@@ -51,7 +51,7 @@ def make_pipeline(
     lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
     **more: Any,
 ) -> Pipeline:
-    """This rank's share, over the default process group."""
+    """One rank's share, over the default process group."""
     layout = make_layout(
         pp=dist.get_world_size(), vpp=vpp, layers=config.layers, per_stage=per_stage, placement=placement_of(kind)
     )
@@ -110,5 +110,3 @@ class LostGradient(Engine):
         if issue.stage.name == "recv":
             gradients = [None if gradient is None else gradient * 0.5 for gradient in gradients]
         return super()._by_adjoint(issue, owner, gradients)
-
-

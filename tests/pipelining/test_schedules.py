@@ -30,9 +30,12 @@ def test_drawn_schedules_run_or_say_why_not(kind: ScheduleKind, pp: int, vpp: in
     try:
         orders = make_orders(kind, layout, microbatches)
     except ConfigError as error:
-        assert error.field == "schedule"
-        assert str(kind) in str(error.value)
-        assert "microbatches" in error.rule
+        refusal = error
+    else:
+        refusal = None
+    if refusal is not None:
+        assert (refusal.field, str(kind) in str(refusal.value)) == ("schedule", True)
+        assert "microbatches" in refusal.rule
         return
     ranks = {stage: layout.rank_of(stage) for stage in range(layout.num_stages)}
     delivered = run_dry(lowered(orders, layout, microbatches), ranks)

@@ -31,7 +31,13 @@ def _alone() -> Iterator[None]:
 
 
 def compared(
-    kind: ScheduleKind, rule: RecomputeConfig, *, stages: int = 2, engine_type: Any = Engine, steps: int = 2, **more: Any
+    kind: ScheduleKind,
+    rule: RecomputeConfig,
+    *,
+    stages: int = 2,
+    engine_type: Any = Engine,
+    steps: int = 2,
+    **more: Any,
 ) -> list[str]:
     """Train both for two steps; names of what differs."""
     fields = {name: more.pop(name) for name in ("layers", "mtp", "tied", "mhc", "mtp_detach") if name in more}
