@@ -60,5 +60,5 @@ def _show(payload: dict[str, Any]) -> None:
     columns = ("virtual stage", "rank", "layers", "segments", "most in flight")
     console.print(table("Virtual stages", columns, stages))
     ranks = [(each["rank"], each["in_flight"], each["put_off"], each["overlapped_pairs"]) for each in payload["ranks"]]
-    columns = ("rank", "most in flight", "most weight gradients put off", "overlapped pairs")
-    console.print(table("Ranks", columns, ranks))
+    of_ranks = ("rank", "most in flight", "most weight gradients put off", "overlapped pairs")
+    console.print(table("Ranks", of_ranks, ranks))

@@ -22,7 +22,7 @@ def test_verify_contract(capsys: Capsys) -> None:
     assert payload["equal"] is True
     (rank,) = payload["ranks"]
     assert (rank["stages"], rank["segments"]) == ([0, 1], [[[0], [1]], [[2], [3]]])
-    assert (rank["overlapped_pairs"], rank["receive_buffers"]) == (2, {"peak": 0, "live": 0})
+    assert (rank["overlapped_pairs"], rank["receive_buffers"]) == (4, {"peak": 0, "live": 0})
     config = payload["config"]
     assert (config["pp"], config["vpp"], config["schedule"], config["pp_layout"]) == (1, 2, "interleaved", [2, 1])
 
