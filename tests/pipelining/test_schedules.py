@@ -27,12 +27,11 @@ def lowered(orders: compat.RankActions, layout: PipelineLayout, microbatches: in
 @settings(max_examples=100)
 def test_drawn_schedules_run_or_say_why_not(kind: ScheduleKind, pp: int, vpp: int, microbatches: int) -> None:
     layout = layout_of(kind, pp, vpp)
+    refusal: ConfigError | None = None
     try:
         orders = make_orders(kind, layout, microbatches)
     except ConfigError as error:
         refusal = error
-    else:
-        refusal = None
     if refusal is not None:
         assert (refusal.field, str(kind) in str(refusal.value)) == ("schedule", True)
         assert "microbatches" in refusal.rule
