@@ -254,6 +254,10 @@ def engine_for(
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
         try:
             yield engine
+        except Exception:
+            for log in chunk.world.observers:
+                log.clear()
+            raise
         finally:
             chunk.lanes.finish()
 

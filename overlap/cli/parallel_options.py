@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from overlap.parallel.agree import gather
 from overlap.parallel.layout import ParallelLayout
 from overlap.parallel.world import BACKENDS, SOLO, World, close_world, launched_processes, open_world
 from recompute.errors import ConfigError
@@ -128,6 +130,13 @@ def say(message: str) -> None:
     rank = os.environ.get("RANK", "0")
     where = f"rank {rank}: " if launched_processes() > 1 else ""
     print(f"error: {where}{message}", file=sys.stderr)
+
+
+def leave_together(world: World) -> None:
+    """Wait for all ranks before an exit status that is not 0: the launcher ends every rank when it sees the first."""
+    if world.groups is not None:
+        gather(world, None)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 
 from overlap.cli.build import make_decoder_chunk, random_microbatches
 from overlap.cli.options import Options, describe
+from overlap.cli.parallel_options import leave_together
 from overlap.cli.pipeline_options import (
     alone_in_a_group,
     build_pipeline,
@@ -61,6 +62,8 @@ def verify_in_pipeline(options: Options, args: argparse.Namespace, world: World)
             },
         }
         print_json(payload) if options.json else _show(verdict, payload)
+    if not verdict.equal:
+        leave_together(world)
     return 0 if verdict.equal else 1
 
 

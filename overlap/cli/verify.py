@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import Any
 
+from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
-from overlap.cli.parallel_options import add_parallel_options, joined
+from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
 from overlap.cli.pipeline_verify import verify_in_pipeline
 from overlap.cli.report import console, print_json, table
@@ -61,13 +63,26 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     verdicts = gather(world, own)
     verdict = merged(verdicts)
     status = EQUAL if verdict.equal else DIFFERENT
-    if world.rank:
-        return status
+    if not world.rank:
+        _report(verdicts, verdict, chunk, options, args, broken)
+    if status != EQUAL:
+        leave_together(world)
+    return status
+
+
+def _report(
+    verdicts: Sequence[Verdict],
+    verdict: Verdict,
+    chunk: ModelChunk,
+    options: Options,
+    args: argparse.Namespace,
+    broken: str | None,
+) -> None:
     if args.control is not None:
         print(f"control {args.control}: {broken}", file=sys.stderr)
     payload = _payload(verdict, step_facts(chunk, options.microbatches))
-    if world.size > 1:
-        payload["ranks"] = [{"rank": rank, **_summary(verdict)} for rank, verdict in enumerate(verdicts)]
+    if len(verdicts) > 1:
+        payload["ranks"] = [{"rank": rank, **_summary(own)} for rank, own in enumerate(verdicts)]
     payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
     if args.control is not None:
         payload["broken"] = broken
@@ -75,7 +90,6 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         print_json(payload)
     else:
         _show(verdict, payload)
-    return status
 
 
 def _payload(verdict: Verdict, facts: StepFacts) -> dict[str, Any]:

@@ -60,9 +60,12 @@ class WorkLanes:
         """The host is on all lanes at once."""
 
     def finish(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all that is under way, also after a failure: ranks that go on are waiting for it too."""
         self._works.stop()
-        self._wait(self._issued)
+        try:
+            self._wait(self._issued)
+        finally:
+            self._pending.clear()
 
     def _wait(self, number: int) -> None:
         while self._pending and self._pending[0][0] <= number:

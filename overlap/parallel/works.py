@@ -1,9 +1,9 @@
 """Works: collectives under way. Whoever launches one hands it over here, and it is waited for at the right moment.
 
-On a device a launched collective is queued, and waiting orders the current stream behind it without holding the host:
-so it is done at once, on the stream of the communication lane. On a CPU waiting holds the host, so under WorkLanes it
-is put off to the first slot that needs the result. Everywhere else (the reference, the check of the stages) a
-collective is waited for where it is launched.
+On a device a launched collective is queued, and waiting orders the current stream behind it without holding the host
+(by NCCL; gloo holds it on device tensors too): so it is done at once, on the stream of the communication lane. On a
+CPU waiting holds the host, so under WorkLanes it is put off to the first slot that needs the result. Everywhere else
+(the reference, the check of the stages) a collective is waited for where it is launched.
 """
 
 from __future__ import annotations

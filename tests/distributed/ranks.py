@@ -9,6 +9,7 @@ nobody else uses.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple
 LIMIT = 60.0
 """Seconds that a function may run, unless the test says otherwise."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "overlap.cli", "overlap.parallel.world", "tests.distributed.ranks"]
+_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "overlap.cli", "tests.distributed.ranks"]
+"""torch imports _dynamo at the first call of an operator of ours, which takes as long as torch itself."""
 
 
 class RankFailed(AssertionError):
@@ -101,6 +103,8 @@ def _run(job: _Job, line: Connection) -> None:
     import torch.distributed as dist
 
     torch.manual_seed(0)
+    # as torchrun says it
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.size))
     try:
         store = dist.FileStore(job.store, job.size)  # type: ignore[attr-defined]  # documented, but not in __all__
         limit = timedelta(seconds=job.timeout)

@@ -34,6 +34,20 @@ def test_values_are_named_after_their_layer() -> None:
     assert (program.outputs, program.losses[0].weight) == (("0.h",), 0.5)
 
 
+def test_communication_may_hand_out_and_pin_a_handle() -> None:
+    b = ProgramBuilder()
+    x = b.input("x", needs_grad=True)
+    with b.layer(0):
+        sent, handle = b.comm(
+            "send", nothing, x, outputs=("sent",), nondiff=("handle",), pins=("handle",), adjoint=nothing
+        )
+    stage = b.build().by_key[0, "send"]
+    assert (sent.name, handle.name) == ("0.sent", "0.handle")
+    assert (stage.writes, stage.nondiff, stage.pins) == (("0.sent", "0.handle"), frozenset({"0.handle"}), ("0.handle",))
+    with b.layer(1), pytest.raises(ProgramError, match="'other' is pinned or has an effect but is not written"):
+        b.comm("send", nothing, sent, outputs=("sent",), pins=("other",), adjoint=nothing)
+
+
 def test_a_shared_parameter_is_written_by_the_first_stage() -> None:
     b = ProgramBuilder()
     tied, bias = b.parameter("tied", Weight()), b.parameter("bias", Weight())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -221,3 +222,39 @@ def test_a_pinned_choice_is_used_again() -> None:
     assert [slot for slot, same in seen if same] == [
         "N1.0.dispatch", "N1.0.combine", "B0.0.combine", "R0.0.dispatch", "B0.0.dispatch",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("recompute", [none(), uniform(1)])
+def test_a_handle_reaches_the_replay_and_the_adjoint(recompute: RecomputeConfig) -> None:
+    """R7: what a transport learned in the first pass may be any object; it is asked for once a microbatch."""
+    made: list[object] = []
+    used: list[tuple[str, object]] = []
+
+    def send(x: Tensor, *, pinned: tuple[object] | None) -> tuple[Tensor, object]:
+        if pinned is None:
+            made.append(object())
+            return x.clone(), made[-1]
+        used.append(("replay", pinned[0]))
+        return x.clone(), pinned[0]
+
+    def send_adjoint(grads: Sequence[Tensor | None], pinned: Sequence[object]) -> tuple[Tensor | None]:
+        used.append(("adjoint", *pinned))
+        return (grads[0],)
+
+    def build(module: Any, b: ProgramBuilder) -> None:
+        x = b.input("x")
+        with b.layer(0):
+            (y,) = b.compute("attn", lambda x: x * module.weight, x, outputs=("y",), parameters=(module.weight,))
+            sent, _ = b.comm("go", send, y, outputs=("sent",), nondiff=("h",), pins=("h",), adjoint=send_adjoint)
+            (loss,) = b.compute("sum", lambda sent: sent.square().sum(), sent, outputs=("loss",))
+        b.loss(loss)
+
+    weight = nn.Parameter(torch.tensor([1.0, 2.0]))
+    chunk = ModelChunk(Own(build, weight=weight), recompute=recompute, order="plain")
+    chunk.checked = True
+    train_step(chunk, [{"x": torch.tensor([3.0, 4.0])}, {"x": torch.ones(2)}])
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [(18 + 2) / 2, (64 + 4) / 2]
+    replays = [("replay",)] if recompute.method else []
+    assert used == [(*what, handle) for handle in made for what in (*replays, ("adjoint",))]
+    assert len(made) == 2

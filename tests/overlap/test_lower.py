@@ -181,6 +181,34 @@ def test_a_wait_implies_what_the_other_lane_had_waited_for() -> None:
     assert table(backward, lambda issue: map(event, issue.waits)) == ["R0.1.far: N.0.attn N.0.send"]
 
 
+def handled() -> Program:
+    """Both transfers pin a handle; the second reads the first's too."""
+    b = ProgramBuilder()
+    x = b.input("x")
+    with b.layer(0):
+        (y,) = b.compute("attn", nothing, x, outputs=("y",), parameters=(Weight(),))
+        sent, handle = b.comm("go", nothing, y, outputs=("sent",), nondiff=("h",), pins=("h",), adjoint=nothing)
+        (mixed,) = b.compute("mix", nothing, sent, handle, outputs=("mixed",), parameters=(Weight(),))
+        (back, _) = b.comm(
+            "back", nothing, mixed, handle, outputs=("home",), nondiff=("k",), pins=("k",), adjoint=nothing
+        )
+        (loss,) = b.compute("sum", nothing, back, outputs=("loss",))
+    b.loss(loss)
+    return b.build()
+
+
+def test_an_adjoint_gets_the_pins_it_reads_and_then_its_own() -> None:
+    _, _, backward = plans(handled(), uniform(1), order="plain")
+    reads = {str(issue.slot): [*map(key, issue.reads)] for issue in backward.issues}
+    assert reads["B0.0.go"] == ["0.h"]
+    assert reads["B0.0.back"] == ["0.h", "0.k"]
+    replay = next(issue for issue in backward.issues if str(issue.slot) == "R0.0.go")
+    assert (replay.writes, replay.pinned) == ((("0.sent", 1), None), (("0.h", 0),))
+    assert backward.imports[0] >= {("0.h", 0), ("0.k", 0)}
+    last = {str(issue.slot): [*map(key, issue.frees)] for issue in backward.issues}
+    assert "0.h" in last["B0.0.go"]
+
+
 def test_uses_on_foreign_lanes() -> None:
     """R14: every use of what another lane allocated is announced, and nothing else is."""
     backward = plans(dummy_program("M"), uniform(1))[2]
