@@ -31,6 +31,8 @@ class StageBorder:
         self.gradients = gradients
         self.forward = 0
         self.backward = 0
+        self.open = False
+        """Whether a step runs; outside one, as when the stages are checked, nothing is handed over."""
         self._returned = False
         self._awaited = False
 
@@ -51,24 +53,28 @@ class StageBorder:
 
     def receive(self, arriving: Tensor) -> Tensor:
         """Stage `recv`: wait until the state has arrived."""
-        self.arrivals.take(self.forward)
+        if self.open:
+            self.arrivals.take(self.forward)
         return arriving
 
     def return_gradient(self, grads: Sequence[Tensor | None], pinned: Sequence[Any]) -> tuple[None]:
         """Adjoint of `recv`: send the state's gradient back."""
         (gradient,) = grads
-        if gradient is not None:
+        if gradient is not None and self.open:
             self.returns.send(self.backward, gradient)
             self._returned = True
         return (None,)
 
     def send(self, state: Tensor) -> tuple[()]:
         """Stage `send`: send the state on."""
-        self.departures.send(self.forward, state)
+        if self.open:
+            self.departures.send(self.forward, state)
         return ()
 
     def await_gradient(self, grads: Sequence[Tensor | None], pinned: Sequence[Any]) -> tuple[Tensor | None]:
         """Adjoint of `send`: wait for the state's gradient, which proves that the state has arrived."""
+        if not self.open:
+            return (None,)
         gradient = self.gradients.take(self.backward)
         self.departures.settle(self.backward)
         self._awaited = True

@@ -64,6 +64,10 @@ class Pipeline:
         if dist.get_world_size(group) != layout.pp:
             rule = f"the pipeline's group has {dist.get_world_size(group)} ranks"
             raise ConfigError(field="pp", value=layout.pp, rule=rule)
+        if device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group)):
+            rule = "gloo hands over CPU tensors only: stages on GPUs need NCCL, and a GPU for each process"
+            raise ConfigError(field="backend", value=dist.get_backend(group), rule=rule)
+        self.dtype = dtype
         self.layout = layout
         self.kind = kind
         self.group = group

@@ -9,10 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from overlap.check import check_stages
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import StageKey
 from overlap.model.cut import Cut
+from overlap.model.decoder import ARRIVING
 from overlap.pipelining.border import StageBorder
 from overlap.pipelining.compat import StaticStage
 from overlap.pipelining.plans import Half
@@ -79,13 +81,32 @@ class ChunkStage(StaticStage):
             scale: Factor on every loss gradient.
             kept: Per microbatch, the feeds that are copied because a replay reads them again.
         """
-        own = {source.name for source in self.chunk.program.inputs}
         for number, feeds in enumerate(microbatches):
-            mine = {name: value for name, value in feeds.items() if name in own}
-            self.states[number] = MicrobatchState(number, snapshot_feeds(mine, kept[number]), scale)
+            self.states[number] = MicrobatchState(number, snapshot_feeds(self._own(feeds), kept[number]), scale)
             self._shapes[number] = self.part.state_shape(feeds["ids"])
         self._configs = self.chunk.configs(len(microbatches))
         self._trained = self.chunk.program.trained()
+        self.border.open = True
+
+    def check(self, feeds: Feeds, dtype: torch.dtype) -> None:
+        """Run every stage once, alone, and compare it with its declaration, before the first step (R16).
+
+        Args:
+            feeds: A microbatch of the whole model.
+            dtype: Of the state, which is zeros here.
+
+        Raises:
+            ProgramError: See check_stages.
+        """
+        if not self.chunk.checked:
+            arriving = torch.zeros(self.part.state_shape(feeds["ids"]), dtype=dtype, device=self.chunk.device)
+            check_stages(self.chunk, {**self._own(feeds), **({} if self.is_first else {ARRIVING: arriving})})
+            self.chunk.checked = True
+
+    def _own(self, feeds: Feeds) -> Feeds:
+        """The feeds that this stage reads."""
+        own = {source.name for source in self.chunk.program.inputs}
+        return {name: value for name, value in feeds.items() if name in own}
 
     def close_step(self) -> list[MicrobatchState]:
         """Give the microbatches back, in order."""
@@ -95,6 +116,7 @@ class ChunkStage(StaticStage):
 
     def clear(self) -> None:
         """Hold nothing."""
+        self.border.open = False
         self.states.clear()
         self._shapes.clear()
 

@@ -43,7 +43,8 @@ def train_pipeline(
 
     Raises:
         ConfigError: A feed that is missing or unknown, a bad `accumulate`, a number of microbatches that the schedule
-            does not take.
+            does not take; ranks with different settings.
+        ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_pipeline_feeds(pipeline, microbatches)
     check_accumulate(accumulate)
@@ -51,6 +52,8 @@ def train_pipeline(
         return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
     check_precision(pipeline.lead.device)
     agree_on_pipeline(pipeline, len(microbatches))
+    for stage in pipeline.stages:
+        stage.check(microbatches[0], pipeline.dtype)
     scale = pipeline.lead.loss_scale.factor(microbatches, accumulate, total_tokens)
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.engine import Engine, MicrobatchState
+from overlap.errors import ProgramError
 from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.pipelining import ScheduleKind, evaluate_pipeline, train_pipeline
@@ -270,3 +271,20 @@ def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="accumulate"):
         train_pipeline(pipeline, batch(small(layers=2), 3), 0)
     assert dist.get_world_size() == 1
+
+
+def test_stages_are_checked_once_before_the_first_step() -> None:
+    """R16: a stage of a later virtual stage that changes a buffer behind the program's back is named."""
+    config = small(layers=2)
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
+    norm: Any = pipeline.chunks[1].module.get_submodule("head.norm")
+    norm.register_buffer("calls", torch.zeros(()))
+
+    def count(module: Any, inputs: Any, output: Any) -> None:
+        module.calls.add_(1)
+
+    norm.register_forward_hook(count)
+    with pytest.raises(ProgramError, match=r"stage head changes buffer 'head\.norm\.calls'"):
+        train_pipeline(pipeline, batch(config, 3))
+    assert [chunk.checked for chunk in pipeline.chunks] == [True, False]
+    assert all(not stage.states for stage in pipeline.stages)
