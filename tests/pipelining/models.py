@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from overlap.chunk import ModelChunk
+from overlap.dispatch import LocalTransport, Transport
 from overlap.engine import Engine, Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder, ModelConfig
@@ -19,6 +20,7 @@ from overlap.pipelining.schedules import SPLITS
 from overlap.verify import compare
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
 
+LOCAL = LocalTransport()
 SMALL = {
     "hidden": 8, "heads": 1, "kv_rank": 4, "nope_dim": 4, "rope_dim": 4, "value_dim": 4, "ffn_width": 12,
     "experts": 2, "topk": 1, "expert_width": 8, "shared_width": 0, "vocab": 13, "max_seq": 6, "dropout": 0.1,
@@ -49,28 +51,37 @@ def make_pipeline(
     per_stage: Sequence[int] | None = None,
     pin: bool = False,
     lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
+    transport: Transport = LOCAL,
+    group: dist.ProcessGroup | None = None,
     **more: Any,
 ) -> Pipeline:
-    """One rank's share, over the default process group."""
+    """One rank's share, over a process group, or the default one."""
     layout = make_layout(
-        pp=dist.get_world_size(), vpp=vpp, layers=config.layers, per_stage=per_stage, placement=placement_of(kind)
+        pp=dist.get_world_size(group), vpp=vpp, layers=config.layers, per_stage=per_stage, placement=placement_of(kind)
     )
     common = settings(kind, recompute, **more)
 
     def make(cut: Cut, border: Border) -> ModelChunk:
-        return ModelChunk(Decoder(config, cut=cut, border=border), lanes=lanes, **common)
+        return ModelChunk(Decoder(config, transport=transport, cut=cut, border=border), lanes=lanes, **common)
 
     return Pipeline(
-        layout, kind, make, group=None, lanes=lanes, dtype=torch.float32, device=torch.device("cpu"),
+        layout, kind, make, group=group, lanes=lanes, dtype=torch.float32, device=torch.device("cpu"),
         pin_activations=pin,
     )  # fmt: skip
 
 
 def make_reference(
-    kind: ScheduleKind, config: ModelConfig, recompute: RecomputeConfig, *, stages: int = 2, **more: Any
+    kind: ScheduleKind,
+    config: ModelConfig,
+    recompute: RecomputeConfig,
+    *,
+    stages: int = 2,
+    transport: Transport = LOCAL,
+    **more: Any,
 ) -> ModelChunk:
     """The whole model."""
-    return ModelChunk(Decoder(config, split_embedding=stages > 1), **settings(kind, recompute, **more))
+    module = Decoder(config, transport=transport, split_embedding=stages > 1)
+    return ModelChunk(module, **settings(kind, recompute, **more))
 
 
 def batch(config: ModelConfig, microbatches: int, seed: int = 0) -> list[Feeds]:
