@@ -88,13 +88,13 @@ def _exchange(copy: nn.Parameter, peer: int, group: dist.ProcessGroup | None) ->
 
 
 def _swap(mine: Tensor, theirs: Tensor, peer: int, group: dist.ProcessGroup | None) -> None:
-    """Send and receive at once."""
-    ops = [
-        dist.P2POp(dist.isend, mine, group=group, group_peer=peer),
-        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
-    ]
-    for work in dist.batch_isend_irecv(ops):
-        work.wait()
+    """Send and receive, the lower rank first: a batch of both would need all ranks of the group under NCCL."""
+    if dist.get_rank(group) < peer:
+        dist.send(mine, group=group, group_dst=peer)
+        dist.recv(theirs, group=group, group_src=peer)
+    else:
+        dist.recv(theirs, group=group, group_src=peer)
+        dist.send(mine, group=group, group_dst=peer)
 
 
 def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
