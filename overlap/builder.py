@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.errors import ProgramError
-from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, Trainable
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +38,12 @@ class ProgramBuilder:
         self._inputs: list[Input] = []
         self._losses: list[Loss] = []
         self._shared: dict[str, Trainable] = {}
+        self._registered: dict[str, Callable[[], Any]] = {}
         self._mtp: set[int] = set()
         self._feed_checks: list[Callable[[Mapping[str, Any]], None]] = []
+        self._step_states: list[StepState] = []
         self._layer: int | None = None
+        self._context: Callable[[], AbstractContextManager[object]] | None = None
 
     def input(self, name: str, *, needs_grad: bool = False) -> Value:
         """Declare a value that the caller feeds for every microbatch."""
@@ -51,29 +54,50 @@ class ProgramBuilder:
         """Have every microbatch's feeds checked before a step; `check` raises a ConfigError that names the feed."""
         self._feed_checks.append(check)
 
-    def parameter(self, name: str, parameter: Trainable) -> Value:
+    def step_state(self, state: StepState) -> None:
+        """Declare state that moves on once per step."""
+        self._step_states.append(state)
+
+    def parameter(self, name: str, parameter: Trainable, registered: Callable[[], Any] | None = None) -> Value:
         """Make a parameter that several stages read (a tied embedding) a value.
 
         Its uses are summed per microbatch in reverse program order and added to `.grad` once (R3).
+
+        Args:
+            name: Of the value, behind `weight.`.
+            parameter: What decides whether it trains.
+            registered: Gives what stands in its place in the module when a step runs (a sharded parameter is together
+                in another object); None: the parameter itself.
         """
         value = f"weight.{name}"
         if value in self._shared or any(known is parameter for known in self._shared.values()):
             raise ProgramError(f"parameter {name!r} is made a value twice: make it one once and pass the handle on")
         self._shared[value] = parameter
+        self._registered[value] = registered or (lambda: parameter)
         return Value(value)
 
     @contextmanager
-    def layer(self, index: int, *, mtp: bool = False) -> Iterator[None]:
-        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths)."""
+    def layer(
+        self, index: int, *, mtp: bool = False, context: Callable[[], AbstractContextManager[object]] | None = None
+    ) -> Iterator[None]:
+        """Stages added inside belong to layer `index` (decoder layers first, then MTP depths).
+
+        Args:
+            index: The layer.
+            mtp: Whether it is an MTP depth.
+            context: What its compute stages run their forward in, unless they name their own.
+        """
         if self._layer is not None:
             raise ProgramError(f"layer {index} begins inside layer {self._layer}: layers do not nest")
         self._layer = index
+        self._context = context
         if mtp:
             self._mtp.add(index)
         try:
             yield
         finally:
             self._layer = None
+            self._context = None
 
     def compute(
         self,
@@ -106,7 +130,7 @@ class ProgramBuilder:
             state: Buffers that `forward` changes in place.
             draws_rng: Whether `forward` draws random numbers in training.
             parameters: Parameters that `forward` reads.
-            context: Precision context to enter around `forward`.
+            context: Precision context to enter around `forward`; None: the layer's.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -127,7 +151,7 @@ class ProgramBuilder:
             state=tuple(state),
             draws_rng=draws_rng,
             parameters=tuple(parameters),
-            context=context,
+            context=self._context if context is None else context,
         )
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)
@@ -193,6 +217,7 @@ class ProgramBuilder:
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
             first_layer=self._first_layer,
+            step_states=tuple(self._step_states),
         )
 
     def _weights(self) -> tuple[Stage, ...]:
@@ -200,6 +225,7 @@ class ProgramBuilder:
         if not self._shared:
             return ()
         parameters = tuple(self._shared.values())
+        registered = tuple(self._registered.values())
         return (
             Stage(
                 layer=None,
@@ -207,7 +233,7 @@ class ProgramBuilder:
                 lane=Lane.COMPUTE,
                 reads=(),
                 writes=tuple(self._shared),
-                forward=lambda: parameters if len(parameters) > 1 else parameters[0],
+                forward=lambda: tuple(now() for now in registered) if len(registered) > 1 else registered[0](),
                 parameters=parameters,
             ),
         )

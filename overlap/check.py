@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
@@ -28,6 +28,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             it, writes other values than it declares, or has an adjoint of wrong length or shape; a loss is no scalar.
     """
     program = chunk.program
+    moving = [buffer for item in program.step_states for buffer in item.buffers]
     last = {value: stages[-1].key for value, stages in program.readers.items() if stages}
     kept = {loss.value for loss in program.losses}
     values: dict[str, Any] = dict(feeds)
@@ -43,14 +44,14 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             _check_draws(stage, generators, states)
             for name, buffer in buffers.items():
                 changed = buffer._version != before[name] or not same_bits(buffer, saved[name])
-                if changed and not any(buffer is declared for declared in stage.state):
+                if changed and not any(buffer is declared for declared in (*stage.state, *moving)):
                     raise ProgramError(
                         f"stage {stage.label} changes buffer {name!r} in place: declare it in state=, or write the "
                         "change as a value with an effect (R5)"
                     )
                 with torch.no_grad():
                     buffer.data.copy_(saved[name])
-            _check_parameters(stage, outputs, chunk.module)
+            _check_parameters(stage, outputs, chunk)
             _check_storage(stage, program, inputs, outputs)
             values.update(zip(stage.writes, outputs, strict=True))
             _check_adjoint(stage, program, inputs, values, generators)
@@ -137,13 +138,14 @@ def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], output
             )
 
 
-def _check_parameters(stage: Stage, outputs: Sequence[Any], module: nn.Module) -> None:
-    declared = {id(parameter) for parameter in stage.parameters}
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+def _check_parameters(stage: Stage, outputs: Sequence[Any], chunk: ModelChunk) -> None:
+    # by name: while a sharded parameter is together, another object stands in its place
+    declared = {chunk.parameter_names.get(id(parameter)) for parameter in stage.parameters}
+    names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
     for output in outputs:
         if torch.is_tensor(output):
             for leaf in _leaves(output):
-                if id(leaf) in names and id(leaf) not in declared:
+                if id(leaf) in names and names[id(leaf)] not in declared:
                     raise ProgramError(
                         f"stage {stage.label} reads parameter {names[id(leaf)]!r}: declare it in parameters= (R6), "
                         "or pass it as a value if several stages read it (R3)"

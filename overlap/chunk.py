@@ -15,11 +15,15 @@ from torch import nn
 from overlap.ir import Program
 from overlap.lanes import Lanes, NullLanes
 from overlap.orders import Order, get_order
+from overlap.parallel.data import Alone, DataParallel
 from overlap.parallel.world import SOLO, World
 from overlap.plan import Planner, segments_of
 from overlap.scale import LossScale, PerMicrobatch
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
+
+_FIXED = frozenset({"module", "order", "delay_wgrad"})
+"""What a chunk's program and plans are made from, once."""
 
 
 class HasProgram(Protocol):
@@ -77,6 +81,8 @@ class ModelChunk(nn.Module):
         self.loss_scale = loss_scale
         self.lanes = lanes
         self.world = world
+        self.parallel: DataParallel = Alone()
+        """What keeps replicas in step; parallel.attach.make_parallel() sets it."""
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self._bind()
@@ -85,8 +91,44 @@ class ModelChunk(nn.Module):
         """Make the program of this module; a copy of the chunk binds to its own module."""
         self.program: Program = cast(HasProgram, self.module).program()
         self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad)
+        self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        """Of the parameters that the program's stages declare, by id; a sharded module registers others for a while."""
         self.checked = False
-        """Whether the program ran through check_stages once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Refuse to change what was read when the chunk was made.
+
+        Raises:
+            ConfigError: Names the setting.
+        """
+        if name in _FIXED and "planner" in self.__dict__:
+            rule = "is read when a ModelChunk is made, and has no effect later: make another one"
+            raise ConfigError(field=name, value=value, rule=rule)
+        super().__setattr__(name, value)
+
+    @property
+    def checked(self) -> bool:
+        """Whether the program ran through check_stages, with every parameter that trains now."""
+        return self._checked and not any(parameter.requires_grad for parameter in self._unseen)
+
+    @checked.setter
+    def checked(self, checked: bool) -> None:
+        # A frozen parameter leaves no trace in the check: it counts as seen when it took part in one.
+        unseen = self._unseen if checked else self.module.parameters()
+        self._checked: bool = checked
+        self._unseen: tuple[nn.Parameter, ...] = tuple(p for p in unseen if not (checked and p.requires_grad))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As nn.Module's; parameters that `assign` puts in place of the old ones are bound to the program."""
+        result = super().load_state_dict(state_dict, strict, assign)
+        if assign:
+            self._bind()
+        return result
+
+    def rebind(self, parallel: DataParallel) -> None:
+        """Take parameters that were replaced (sharded) into the program, and what keeps replicas in step."""
+        self.parallel = parallel
+        self._bind()
 
     def configs(self, num_microbatches: int) -> list[RecomputeConfig]:
         """The recompute config of each microbatch of a step.
@@ -136,7 +178,7 @@ class ModelChunk(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is bound to this very module."""
-        return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "checked"}}
+        return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "parameter_names", "checked"}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it

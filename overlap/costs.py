@@ -5,7 +5,6 @@ Owns the numbers only. What they mean for a step is simulate's.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from overlap.ir import Lane, Op
+from overlap.recordings import pick, read_json, split_name
 from overlap.timeline import Timeline
 from recompute.errors import ConfigError
 
@@ -98,22 +98,28 @@ PRESETS: Mapping[str, StageCosts] = MappingProxyType({
 
 
 def load_costs(name: str) -> StageCosts:
-    """The preset of that name, or the costs in the JSON file of that name.
+    """The preset of that name, or the costs in the JSON file of that name, or of a recorded run.
+
+    Args:
+        name: A preset; a file that `as_json` describes; or a trace, with `#N` at its end if it holds several timelines.
 
     Raises:
         ConfigError: There is neither, or the file breaks the schema.
     """
     if name in PRESETS:
         return PRESETS[name]
-    path = Path(name)
+    path = Path(split_name(name)[0])
     if not path.is_file():
         rule = f"must be one of {', '.join(PRESETS)}, or a JSON file"
         raise ConfigError(field="costs", value=name, rule=rule)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(field="costs", value=name, rule=f"cannot be read as JSON: {error}") from error
-    return read_costs(path.stem, content)
+    content = read_json("costs", str(path))
+    if not isinstance(content, dict) or "traceEvents" not in content:
+        return read_costs(path.stem, content)
+    timelines = pick("costs", name, content)
+    if len(timelines) != 1:
+        rule = f"the file holds {len(timelines)} timelines: name one of them as {path}#0"
+        raise ConfigError(field="costs", value=name, rule=rule)
+    return costs_of(timelines[0])
 
 
 def read_costs(name: str, content: Any) -> StageCosts:

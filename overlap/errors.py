@@ -6,6 +6,7 @@
     RuntimeError
     +-- RaceError        RecordingLanes saw lanes race; names the slot, the value and the rule
     +-- RanksDisagree    ranks issued different collectives; names the first that differs
+    +-- RankFailed       another rank raised, ended or did not arrive; names it and its slot
 
 Wrong settings raise recompute.ConfigError (field, value, rule). What a stage raises while a step runs reaches the
 caller as it is, with a note naming the slot.
@@ -74,6 +75,25 @@ class RanksDisagree(RuntimeError):
 
     def __str__(self) -> str:
         return "ranks issued different collectives: " + "; ".join(f"rank {r}: {e}" for r, e in self.first.items())
+
+
+class RankFailed(RuntimeError):
+    """Another rank failed, and this one cannot go on without it.
+
+    Args:
+        rank: The other one.
+        where: The slot that it was last seen in, in words; a moment old if it ended without a word.
+        reason: What became of it.
+    """
+
+    def __init__(self, rank: int, where: str, reason: str) -> None:
+        self.rank = rank
+        self.where = where
+        self.reason = reason
+        super().__init__(rank, where, reason)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.reason}; it was last seen {self.where}"
 
 
 def _excerpt(slots: Sequence[object], index: int) -> str:

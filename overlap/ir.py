@@ -22,11 +22,6 @@ StageKey = tuple[int | None, str]
 WEIGHTS = "weights"
 """The chunk's first stage, which writes the parameters that several stages read; its backward sums their uses."""
 
-RECEIVE = "recv"
-"""The stage of a pipeline part that takes the residual state from the part before; its adjoint returns the gradient."""
-SEND = "send"
-"""The stage that hands it to the part after; its adjoint takes the gradient."""
-
 
 class Lane(Enum):
     """Where a stage's kernels run: one stream each on a GPU."""
@@ -181,6 +176,20 @@ class Loss:
     weight: float = 1.0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepState:
+    """State that a step's slots add to in any order, and that moves on once, when the step succeeds (R5).
+
+    Between two steps it is at rest. What a slot does to it is the same however often and in whatever order it is done
+    (a running maximum), so that a replay needs no copy of it.
+    """
+
+    buffers: tuple[Any, ...]
+    """What slots change: put back when a step fails, and after a run without backward."""
+    advance: Callable[[], None]
+    """Called once after a step that succeeded; brings `buffers` to rest."""
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """The stages of one model chunk for one microbatch, in execution order. Immutable; checked at construction.
@@ -199,6 +208,8 @@ class Program:
     """Number of its first layer: a part of a pipeline keeps the whole model's numbers, which seed draws (R4)."""
     feed_checks: tuple[Callable[[Mapping[str, Any]], None], ...] = ()
     """Called with each microbatch's feeds before anything runs; they raise a ConfigError that names the feed."""
+    step_states: tuple[StepState, ...] = ()
+    _trained: dict[tuple[bool, ...], frozenset[StageKey]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         check_program(self)
@@ -259,7 +270,16 @@ class Program:
         return {source.name: source.needs_grad for source in self.inputs}
 
     def trained(self) -> frozenset[StageKey]:
-        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient."""
+        """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient.
+
+        Looked up at every call, since parameters may be frozen between steps; equal answers are one object.
+        """
+        flags = tuple([parameter.requires_grad for stage in self.stages for parameter in stage.parameters])
+        if flags not in self._trained:
+            self._trained[flags] = self._find_trained()
+        return self._trained[flags]
+
+    def _find_trained(self) -> frozenset[StageKey]:
         alive = {source.name for source in self.inputs if source.needs_grad}
         stages: set[StageKey] = set()
         for stage in self.stages:

@@ -106,11 +106,16 @@ def lower(schedule: Schedule, sides: Sides, survivors: Mapping[int, frozenset[Ke
         _issue(slot, stage, sides[slot.microbatch], (slot.microbatch, Op.WGRAD, slot.key) in issued)
         for slot, stage in zip(schedule, stages, strict=True)
     ]
-    imports = _imports(issues)
-    exports = {microbatch: keys for microbatch, keys in survivors.items() if keys}
-    issues = _with_waits(issues, sides, survivors)
-    issues = _with_frees(issues, survivors)
-    return Plan(issues=tuple(issues), imports=imports, exports=exports)
+    waits, waited = _waits(issues, sides)
+    frees = _frees(issues, survivors)
+    return Plan(
+        issues=tuple(
+            _finished(issue, sides, survivors, waited, waits=before, frees=after)
+            for issue, before, after in zip(issues, waits, frees, strict=True)
+        ),
+        imports=_imports(issues),
+        exports={microbatch: keys for microbatch, keys in survivors.items() if keys},
+    )
 
 
 def backward_reads(schedule: Schedule, sides: Sides) -> Mapping[int, frozenset[Key]]:
@@ -209,10 +214,10 @@ def _imports(issues: list[Issue]) -> dict[int, frozenset[Key]]:
     return {microbatch: frozenset(keys) for microbatch, keys in missing.items()}
 
 
-def _with_frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) -> list[Issue]:
-    """Give each value that no later plan reads to the issue that touches it last."""
+def _frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) -> list[tuple[Key, ...]]:
+    """Per issue, the values that no later plan reads and that it touches last."""
     seen: set[tuple[int, Key]] = set()
-    result: list[Issue] = []
+    result: list[tuple[Key, ...]] = []
     nothing: frozenset[Key] = frozenset()
     for issue in reversed(issues):
         microbatch = issue.slot.microbatch
@@ -220,7 +225,7 @@ def _with_frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) ->
         kept = survivors.get(microbatch, nothing)
         frees = [key for key in dict.fromkeys(_keys(issue)) if key not in kept and (microbatch, key) not in seen]
         seen.update((microbatch, key) for key in frees)
-        result.append(replace(issue, frees=tuple(frees)))
+        result.append(tuple(frees))
     return result[::-1]
 
 
@@ -272,13 +277,13 @@ class _Clocks:
         self._views[lane] = _View(slots, mine.past | then.past | ({past} if index < 0 else frozenset()))
 
 
-def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> list[Issue]:
-    """Add the waits between lanes that no earlier wait implies, and mark the slots that are waited for."""
+def _waits(issues: list[Issue], sides: Sides) -> tuple[list[tuple[Event, ...]], set[_Past]]:
+    """Per issue, the waits between lanes that no earlier wait implies; and all that is waited for."""
     at: dict[tuple[int, Event], int] = {}
     views: list[_View] = []
     clocks = _Clocks()
     waited: set[tuple[int, Event]] = set()
-    result: list[Issue] = []
+    result: list[tuple[Event, ...]] = []
     for index, issue in enumerate(issues):
         microbatch = issue.slot.microbatch
         side = sides[microbatch]
@@ -296,15 +301,8 @@ def _with_waits(issues: list[Issue], sides: Sides, survivors: Mapping[int, froze
                 clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else _NOTHING)
         at[microbatch, (issue.slot.op, issue.stage.key)] = index
         views.append(clocks.view(issue.lane))
-        result.append(replace(_with_foreign(issue, side), waits=tuple(waits)))
-    return [
-        replace(
-            issue,
-            signals=(issue.slot.microbatch, (issue.slot.op, issue.stage.key)) in waited
-            or _read_later(issue, sides, survivors),
-        )
-        for issue in result
-    ]
+        result.append(tuple(waits))
+    return result, waited
 
 
 def _dependencies(issue: Issue, side: Side, at: Container[_Past]) -> list[tuple[Event, Lane]]:
@@ -326,9 +324,17 @@ def _dependencies(issue: Issue, side: Side, at: Container[_Past]) -> list[tuple[
     return list(found.items())
 
 
-def _with_foreign(issue: Issue, side: Side) -> Issue:
-    """Name the reads and pieces whose storage another lane allocated, with that lane."""
-    program = side.program
+def _finished(
+    issue: Issue,
+    sides: Sides,
+    survivors: Mapping[int, frozenset[Key]],
+    waited: Container[_Past],
+    *,
+    waits: tuple[Event, ...],
+    frees: tuple[Key, ...],
+) -> Issue:
+    """Add what only the whole plan decides, and the reads and pieces whose storage another lane allocated."""
+    program = sides[issue.slot.microbatch].program
     keys = [
         (key, program.producers[key[0]].lane)
         for key in (*issue.reads, *issue.pinned)
@@ -356,6 +362,10 @@ def _with_foreign(issue: Issue, side: Side) -> Issue:
         foreign_owners=tuple(lane for _, lane in keys),
         foreign_pieces=tuple(piece for piece, _ in pieces),
         piece_owners=tuple(lane for _, lane in pieces),
+        waits=waits,
+        signals=(issue.slot.microbatch, (issue.slot.op, issue.stage.key)) in waited
+        or _read_later(issue, sides, survivors),
+        frees=frees,
     )
 
 

@@ -17,24 +17,32 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
 from overlap.parallel.agree import compare_collectives
-from overlap.step import Losses, apply_effects, check_feeds
+from overlap.step import Losses, apply_effects, check_accumulate, check_feeds
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
+from recompute.wgrad import adding_in_place
 
 
 def reference_step(
-    chunk: ModelChunk, microbatches: Sequence[Feeds], accumulate: int = 1, *, total_tokens: int | None = None
+    chunk: ModelChunk,
+    microbatches: Sequence[Feeds],
+    accumulate: int = 1,
+    *,
+    last: bool = True,
+    total_tokens: int | None = None,
 ) -> list[Losses]:
     """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
     check_feeds(chunk.program, microbatches)
+    check_accumulate(accumulate, last)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
     states = []
-    with no_autocast(chunk.device.type):
+    with no_autocast(chunk.device.type), chunk.parallel.whole():
         for number, feeds in enumerate(microbatches):
             owner = MicrobatchState(number, feeds, scale)
             _microbatch(chunk, owner, precision)
             states.append(owner)
+            chunk.parallel.after_microbatch(chunk.program, last=last and number == len(microbatches) - 1)
     apply_effects(chunk.program, states)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
@@ -84,7 +92,8 @@ def start_backward(program: Program, owner: MicrobatchState, values: Mapping[str
         torch.full_like(value, loss.weight * owner.scale) for value, loss in zip(losses, program.losses, strict=True)
     ]
     reached = [(value, seed) for value, seed in zip(losses, seeds, strict=True) if value.requires_grad]
-    torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
+    with adding_in_place():
+        torch.autograd.backward([value for value, _ in reached], [seed for _, seed in reached])
     owner.outputs = {name: detached(values[name]) for name in (*(x.value for x in program.losses), *program.outputs)}
 
 

@@ -53,6 +53,10 @@ class PerToken:
         Raises:
             ConfigError: Several calls and no `total_tokens`; no feed of that name; a negative count.
         """
+        return 1.0 / max(self.tokens(microbatches, accumulate, total_tokens), 1)
+
+    def tokens(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> int:
+        """The tokens of all calls; arguments and errors as factor's."""
         if total_tokens is None and accumulate > 1:
             rule = "a per-token loss over several train_step calls needs the tokens of all of them"
             raise ConfigError(field="total_tokens", value=None, rule=rule)
@@ -61,4 +65,4 @@ class PerToken:
                 rule = f"must name a feed that holds the labels: one of {sorted(microbatches[0])}"
                 raise ConfigError(field="labels", value=self.labels, rule=rule)
             total_tokens = sum(int((mb[self.labels] != self.ignore_index).sum()) for mb in microbatches)
-        return 1.0 / max(check_count("total_tokens", total_tokens, at_least=0), 1)
+        return check_count("total_tokens", total_tokens, at_least=0)

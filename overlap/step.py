@@ -26,6 +26,7 @@ from recompute import state
 from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
 from recompute.rng import default_generators
+from recompute.wgrad import adding_in_place
 
 Losses = dict[str, Tensor]
 """A microbatch's losses and outputs, by value name, detached."""
@@ -36,6 +37,7 @@ def train_step(
     microbatches: Sequence[Feeds],
     accumulate: int = 1,
     *,
+    last: bool = True,
     total_tokens: int | None = None,
     observers: Sequence[Observer] = (),
     engine_type: Callable[..., Engine] = Engine,
@@ -49,6 +51,7 @@ def train_step(
         chunk: The model and its settings.
         microbatches: At least one; each feeds every input of the program.
         accumulate: train_step calls per optimizer step; losses are scaled by one over all their microbatches.
+        last: Whether this is the last of these calls: gradients are then reduced over the ranks.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
         observers: Watch the step.
         engine_type: What runs the plans; a test may break one thing in a subclass.
@@ -57,12 +60,12 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, float16 autocast; ranks with
-            different settings (found before the first step).
+        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, a single call that is not
+            the last, float16 autocast; ranks with different settings (found before the first step).
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_feeds(chunk.program, microbatches)
-    check_accumulate(accumulate)
+    check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
     check_precision(chunk.device)
@@ -70,18 +73,20 @@ def train_step(
     plans = step_plans(chunk, len(microbatches))
     if not chunk.checked:
         agree_on_step(chunk, len(microbatches))
-        check_stages(chunk, microbatches[0])
+        with chunk.parallel.whole():
+            check_stages(chunk, microbatches[0])
         chunk.checked = True
     kept = replayed_feeds(chunk, len(microbatches))
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
-    with engine_for(chunk, observers, engine_type) as engine, rollback(chunk.program):
+    running = [plan for plan, _, _ in plans]
+    with engine_for(chunk, running, observers, engine_type, reduce=last) as engine, rollback(chunk.program) as before:
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
     for owner, feeds in zip(states, microbatches, strict=True):
         _return_gradients(chunk.program, owner, feeds)
         if leftovers := owner.leftovers():
             raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
-    apply_effects(chunk.program, states)
+    _apply_or_undo(chunk, states, before)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
@@ -119,7 +124,11 @@ def forward_only(
     check_feeds(chunk.program, microbatches)
     plan = chunk.planner.forward_plan()
     states = [MicrobatchState(number, feeds, 1.0) for number, feeds in enumerate(microbatches)]
-    with engine_for(chunk, observers, engine_type) as engine, rollback(chunk.program, always=True):
+    running = [plan] * len(microbatches)
+    with (
+        engine_for(chunk, running, observers, engine_type, reduce=False) as engine,
+        rollback(chunk.program, always=True),
+    ):
         for owner in states:
             engine.run(plan, {FORWARD_SIDE: owner})
     return [owner.outputs for owner in states]
@@ -127,6 +136,10 @@ def forward_only(
 
 StepPlan = tuple[Plan, int | None, int | None]
 """A plan, and the microbatches that run forward and backward in it."""
+
+
+Taken = tuple[Sequence[Tensor], state.Snapshot]
+"""Buffers, and what they held."""
 
 
 def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
@@ -184,14 +197,16 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
                 raise
 
 
-def check_accumulate(accumulate: object) -> None:
-    """Refuse a number of train_step calls that is none.
+def check_accumulate(accumulate: int, last: bool) -> None:
+    """Refuse a count of calls that is none, and a single call that is not the last.
 
     Raises:
-        ConfigError: It is no integer of at least 1.
+        ConfigError: Names the argument.
     """
     if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
+    if accumulate == 1 and not last:
+        raise ConfigError(field="last", value=last, rule="a single call is the last: give accumulate= too")
 
 
 def check_precision(device: torch.device) -> None:
@@ -219,12 +234,27 @@ def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) ->
 
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
-    """Apply the step's effects once, in microbatch order, then program order (R5)."""
+    """Apply the step's effects once, in microbatch order, then program order (R5); then step states move on."""
     place: Mapping[str, int] = {value: program.position[stage.key] for value, stage in program.producers.items()}
     with torch.no_grad():
         for owner in states:
             for effect, value in sorted(owner.effects, key=lambda item: place[item[0].value]):
                 effect.apply(value)
+        for moving in program.step_states:
+            moving.advance()
+
+
+def _apply_or_undo(chunk: ModelChunk, states: Sequence[MicrobatchState], before: Sequence[Taken]) -> None:
+    """Apply the step's effects; if one raises, buffers and in-place state are as before the step (R16)."""
+    changes = any(owner.effects for owner in states) or chunk.program.step_states
+    buffers = tuple(chunk.module.buffers()) if changes else ()
+    taken = (buffers, state.take(buffers))
+    try:
+        apply_effects(chunk.program, states)
+    except BaseException:
+        for live, snapshot in (taken, *before):
+            state.put(live, snapshot)
+        raise
 
 
 def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int | None) -> dict[int, MicrobatchState]:
@@ -238,12 +268,17 @@ def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int 
 
 @contextmanager
 def engine_for(
-    chunk: ModelChunk, observers: Sequence[Observer], engine_type: Callable[..., Engine]
+    chunk: ModelChunk,
+    plans: Sequence[Plan],
+    observers: Sequence[Observer],
+    engine_type: Callable[..., Engine],
+    *,
+    reduce: bool,
 ) -> Iterator[Engine]:
     """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
     device = chunk.device
     engine = engine_type(
-        chunk.lanes,
+        chunk.parallel.begin(chunk.program, plans, chunk.lanes, reduce=reduce),
         run_seed=chunk.seed,
         step=chunk.steps_done,
         generators=default_generators(device),
@@ -251,24 +286,34 @@ def engine_for(
         delay_wgrad=chunk.delay_wgrad,
         observers=(*observers, *chunk.world.observers),
     )
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type):
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:
             yield engine
-        except Exception:
-            for log in chunk.world.observers:
-                log.clear()
-            raise
-        finally:
             chunk.lanes.finish()
+            chunk.parallel.end()
+        except BaseException:
+            _abandon(chunk)
+            raise
+
+
+def _abandon(chunk: ModelChunk) -> None:
+    """Leave nothing of a failed step behind."""
+    if chunk.world.debug is not None:
+        chunk.world.debug.clear()
+    try:
+        chunk.lanes.finish()
+    finally:
+        chunk.parallel.abandon()
 
 
 @contextmanager
-def rollback(program: Program, *, always: bool = False) -> Iterator[None]:
-    """Put in-place state back if the step fails (always: also if it does not)."""
-    buffers = [(stage.state, state.take(stage.state)) for stage in program.stages if stage.state]
+def rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
+    """Put in-place state back if the step fails (always: also if it does not); gives what it was."""
+    changed = [*(stage.state for stage in program.stages), *(moving.buffers for moving in program.step_states)]
+    buffers = [(live, state.take(live)) for live in changed if live]
     done = False
     try:
-        yield
+        yield buffers
         done = True
     finally:
         if always or not done:

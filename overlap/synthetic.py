@@ -38,21 +38,29 @@ def _never(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("a synthetic program is planned and simulated, never run")
 
 
-def synthetic_program(kinds: Sequence[str], costs: StageCosts, *, fused: bool = False) -> Program:
+def synthetic_program(
+    kinds: Sequence[str], costs: StageCosts, *, fused: bool = False, first: bool = True, last: bool = True
+) -> Program:
     """A decoder with one layer per letter (M: MoE, D: dense) and the optional stages that `costs` knows.
 
     Args:
         kinds: Letters of the layers.
         costs: A layer has `shared` and `post_attn` if these have a time, and weight gradients where W has.
         fused: Whether `post` runs on the communication lane.
+        first: Whether it has the embedding; otherwise it is fed the hidden states.
+        last: Whether it has the head; otherwise it hands the hidden states on.
     """
     b = ProgramBuilder()
-    ids = b.input("ids")
     layer = _Layer(b, costs, fused)
-    (hidden,) = layer.compute("embed", ids, outputs=("embedded",))
+    if first:
+        (hidden,) = layer.compute("embed", b.input("ids"), outputs=("embedded",))
+    else:
+        hidden = b.input("hidden", needs_grad=True)
     for index, kind in enumerate(kinds):
         with b.layer(index):
             hidden = layer.add(kind, hidden)
+    if not last:
+        return b.build(outputs=(hidden,))
     (loss,) = layer.compute("head", hidden, outputs=("loss",))
     b.loss(loss)
     return b.build()
@@ -103,11 +111,15 @@ class System:
     recompute: RecomputeConfig
     costs: StageCosts
     delayed: bool = True
+    first: bool = True
+    """Whether it begins with the embedding, as the first virtual stage of a pipeline does."""
+    last: bool = True
+    """Whether it ends with the head."""
 
     @cached_property
     def program(self) -> Program:
         """The synthetic program."""
-        return synthetic_program(self.kinds, self.costs, fused=self._today)
+        return synthetic_program(self.kinds, self.costs, fused=self.today, first=self.first, last=self.last)
 
     @cached_property
     def side(self) -> Side:
@@ -121,13 +133,7 @@ class System:
         Raises:
             ScheduleError: The order does not fit.
         """
-        sides = {number: self.side for number, used in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)) if used}
-        today = self._today
-        schedule = make_schedule(
-            self.order, sides.get(FORWARD_SIDE), sides.get(BACKWARD_SIDE),
-            delayed=self.delayed, elide=not today, replay_first=today,
-        )  # fmt: skip
-        return lower(schedule, sides, {FORWARD_SIDE: self._survivors} if forward else {})
+        return plan_chunks(self if forward else None, self if backward else None)
 
     def pair_run(self) -> list[Run]:
         """One forward beside one backward; what ran before is not there."""
@@ -143,11 +149,33 @@ class System:
         ]
 
     @property
-    def _today(self) -> bool:
+    def today(self) -> bool:
+        """Whether the order is simulated with all of today's best system's habits."""
         return self.order.name == TODAY
 
     @cached_property
-    def _survivors(self) -> frozenset[Key]:
+    def survivors(self) -> frozenset[Key]:
+        """Values that the backward reads of the first pass."""
         side = replace(self.side, hidden=False)
-        schedule = make_schedule(self.order, None, side, delayed=False, elide=not self._today)
+        schedule = make_schedule(self.order, None, side, delayed=False, elide=not self.today)
         return backward_reads(schedule, {BACKWARD_SIDE: side}).get(BACKWARD_SIDE, frozenset())
+
+
+def plan_chunks(forward: System | None, backward: System | None) -> Plan:
+    """The plan in which one chunk runs forward beside another one's (or the same one's) backward.
+
+    Args:
+        forward: Runs forward; None: the other runs alone.
+        backward: Runs backward; under the same order and settings.
+
+    Raises:
+        ScheduleError: The order does not fit.
+    """
+    chunks = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
+    sides = {number: chunk.side for number, chunk in chunks.items() if chunk is not None}
+    one = next(chunk for chunk in chunks.values() if chunk is not None)
+    schedule = make_schedule(
+        one.order, sides.get(FORWARD_SIDE), sides.get(BACKWARD_SIDE),
+        delayed=one.delayed, elide=not one.today, replay_first=one.today,
+    )  # fmt: skip
+    return lower(schedule, sides, {} if forward is None else {FORWARD_SIDE: forward.survivors})

@@ -10,9 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from overlap.ir import RECEIVE, SEND, Lane, Op, Schedule, Slot, StageKey
+from overlap.ir import Lane, Op, Schedule, Slot, StageKey
 from overlap.side import Sides
 
+RECEIVE = "recv"
+"""The stage of a pipeline part that takes the residual state from the part before; its adjoint returns the gradient."""
+SEND = "send"
+"""The stage that hands it to the part after; its adjoint takes the gradient."""
 _RECEIVE: StageKey = (None, RECEIVE)
 _SEND: StageKey = (None, SEND)
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
@@ -23,6 +23,16 @@ from overlap.model.router import update_expert_bias
 from overlap.plan import segments_of
 from overlap.reference import reference_step
 from overlap.step import Losses, agree_on_step, step_plans, train_step
+
+Step = Callable[[ModelChunk, Sequence[Feeds]], list[Losses]]
+"""step(chunk, microbatches) adds gradients and returns the losses."""
+Prepare = Callable[[ModelChunk], ModelChunk]
+"""Applied to a copy before it trains, as what makes it parallel, which cannot be copied."""
+
+
+def as_is(chunk: ModelChunk) -> ModelChunk:
+    """Nothing to prepare."""
+    return chunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +119,8 @@ def verify(
     batches: Sequence[Sequence[Feeds]],
     *,
     engine_type: Callable[..., Engine] = Engine,
-    reference: Callable[[ModelChunk, Sequence[Feeds]], list[Losses]] = reference_step,
+    reference: Step = reference_step,
+    prepare: Prepare = as_is,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -118,6 +129,7 @@ def verify(
         batches: The microbatches of each step.
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
+        prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
 
     Returns:
         The verdict over all steps.
@@ -128,22 +140,52 @@ def verify(
     """
     for microbatches in batches[:1]:
         agree_on_step(chunk, len(microbatches))
-    sides = (copy.deepcopy(chunk), copy.deepcopy(chunk))
-    optimizers = [torch.optim.AdamW(side.parameters(), lr=1e-3) for side in sides]
     peak = 0
+
+    def overlapped(side: ModelChunk, microbatches: Sequence[Feeds]) -> list[Losses]:
+        nonlocal peak
+        counter = SegmentCounter(side, len(microbatches))
+        losses = train_step(side, microbatches, observers=(counter,), engine_type=engine_type)
+        peak = max(peak, counter.peak)
+        return losses
+
+    verdict = compare_steps(chunk, batches, reference, overlapped, prepare=prepare)
+    return replace(verdict, max_live_segments=peak)
+
+
+def compare_steps(
+    chunk: ModelChunk,
+    batches: Sequence[Sequence[Feeds]],
+    expected: Step,
+    found: Step,
+    *,
+    prepare: Prepare = as_is,
+) -> Verdict:
+    """Train a copy of `chunk` by each of two steps and compare what is there before each optimizer step.
+
+    Args:
+        chunk: The model and its settings; left as it is.
+        batches: The microbatches of each step.
+        expected: One step.
+        found: The other; it may be the same.
+        prepare: Applied to both copies.
+
+    Returns:
+        The verdict over all steps; it counts no segments.
+    """
+    sides = (prepare(copy.deepcopy(chunk)), prepare(copy.deepcopy(chunk)))
+    optimizers = [torch.optim.AdamW(side.parallel.parameter_groups(side), lr=1e-3) for side in sides]
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
     gradients, buffers = nothing, nothing
     for microbatches in batches:
         before = torch.get_rng_state()
-        expected = reference(sides[0], microbatches)
+        wanted = expected(sides[0], microbatches)
         after = torch.get_rng_state()
         torch.set_rng_state(before)
-        counter = SegmentCounter(chunk, len(microbatches))
-        found = train_step(sides[1], microbatches, observers=(counter,), engine_type=engine_type)
-        peak = max(peak, counter.peak)
+        got = found(sides[1], microbatches)
         rng_equal &= torch.equal(torch.get_rng_state(), after)
-        loss_equal &= all(not compare(a, b).different for a, b in zip(expected, found, strict=True))
+        loss_equal &= all(not compare(a, b).different for a, b in zip(wanted, got, strict=True))
         gradients = gradients.merged(compare(_gradients(sides[0]), _gradients(sides[1])))
         buffers = buffers.merged(compare(_buffers(sides[0]), _buffers(sides[1])))
         for side, optimizer in zip(sides, optimizers, strict=True):
@@ -151,11 +193,7 @@ def verify(
             optimizer.zero_grad()
             update_expert_bias(side, side.world)
     return Verdict(
-        loss_equal=loss_equal,
-        gradients=gradients,
-        buffers=buffers,
-        rng_equal=rng_equal,
-        max_live_segments=peak,
+        loss_equal=loss_equal, gradients=gradients, buffers=buffers, rng_equal=rng_equal, max_live_segments=0
     )
 
 
@@ -175,7 +213,10 @@ def _same(expected: Tensor | None, found: Tensor | None) -> bool:
 
 
 def _gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    return {name: parameter.grad for name, parameter in chunk.module.named_parameters()}
+    return {
+        name: None if parameter.grad is None else chunk.parallel.local(parameter.grad)
+        for name, parameter in chunk.module.named_parameters()
+    }
 
 
 def _buffers(chunk: ModelChunk) -> dict[str, Tensor | None]:

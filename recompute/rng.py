@@ -8,8 +8,9 @@ after every stage.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -36,14 +37,27 @@ def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
         seed: Seed for each of the generators.
         generators: The live generators that the code inside may draw from (CPU default, device defaults, named ones).
     """
-    states = [generator.get_state() for generator in generators]
+    restores = [_restorer(generator) for generator in generators]
     try:
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+        for restore in restores:
+            restore()
+
+
+def _restorer(generator: torch.Generator) -> Callable[[], object]:
+    """What puts a generator back to where it is now."""
+    if generator.device.type != "cuda":
+        return partial(generator.set_state, generator.get_state())
+    # A CUDA generator counts: seed and offset are all of its state, and cost less than a state tensor.
+    return partial(_put_counter, generator, generator.initial_seed(), generator.get_offset())
+
+
+def _put_counter(generator: torch.Generator, seed: int, offset: int) -> None:
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
 
 
 def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:

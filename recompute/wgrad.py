@@ -15,6 +15,9 @@ from torch import Tensor
 
 from recompute.errors import RecomputeError
 
+Add = Callable[..., None]
+"""add(into, *tensors) adds a weight's gradient to `into`, rounding as `into += compute(*tensors)` would."""
+
 
 @dataclass(frozen=True, slots=True)
 class PendingGradient:
@@ -23,6 +26,8 @@ class PendingGradient:
     weight: Tensor
     compute: Callable[..., Tensor]
     tensors: tuple[Tensor, ...]
+    add: Add | None = None
+    """Adds it piece by piece, where the whole would be too large beside the activations."""
 
 
 class WeightGradients:
@@ -44,12 +49,27 @@ class WeightGradients:
 
         Yields:
             (weight, gradient) pairs, a weight used twice summed in the order of use in backward, as autograd does.
+            Weights whose gradient was added in place are not among them.
         """
         while self.pending:
             weight = self.pending[0].weight
             uses = [item for item in self.pending if item.weight is weight]
             self.pending = [item for item in self.pending if item.weight is not weight]
-            yield weight, _sum_of(uses)
+            if not _add_in_place(uses):
+                yield weight, _sum_of(uses)
+
+
+@torch.no_grad()
+def _add_in_place(uses: list[PendingGradient]) -> bool:
+    """Add the gradients of one weight to its `.grad` in order, if that may be done; whether it was."""
+    weight = uses[0].weight
+    if not all(use.add is not None for use in uses) or not _adds_in_place(weight):
+        return False
+    while uses:
+        use = uses.pop(0)
+        if use.add is not None and weight.grad is not None:
+            use.add(weight.grad, *use.tensors)
+    return True
 
 
 @torch.no_grad()
@@ -64,6 +84,28 @@ def _sum_of(uses: list[PendingGradient]) -> Tensor:
 _collectors: list[WeightGradients] = []
 _left_out = 0
 """How many `weights_left_out()` are open."""
+_in_place = 0
+"""How many `adding_in_place()` are open."""
+
+
+@contextmanager
+def adding_in_place() -> Iterator[None]:
+    """Let the backward run inside add large weight gradients to `.grad` piece by piece.
+
+    For whoever knows that backward accumulates into `.grad`; `torch.autograd.grad` would find no gradient. A weight
+    with hooks, or without a `.grad`, gets its gradient whole, from autograd.
+    """
+    global _in_place
+    _in_place += 1
+    try:
+        yield
+    finally:
+        _in_place -= 1
+
+
+def _adds_in_place(weight: Tensor) -> bool:
+    hooks = weight._backward_hooks or weight._post_accumulate_grad_hooks
+    return _in_place > 0 and weight.is_leaf and weight.grad is not None and not hooks
 
 
 @contextmanager
@@ -85,15 +127,17 @@ def is_left_out(weight: Tensor) -> bool:
     return _left_out > 0 and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
-def late_weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
-    """Put off the gradient of a weight that was left out of the graph.
+def late_weight_gradient(
+    weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor, add: Add | None = None
+) -> None:
+    """Put off the gradient of a weight that was left out of the graph; arguments as for weight_gradient().
 
     Raises:
         RecomputeError: Nobody collects: the gradient would be lost.
     """
     if not _collectors:
         raise RecomputeError("a weight gradient was to be put off, but the backward that ran collects none")
-    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors))
+    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors, add))
 
 
 @contextmanager
@@ -106,8 +150,10 @@ def collect_weight_gradients(into: WeightGradients) -> Iterator[None]:
         _collectors.pop()
 
 
-def weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor) -> Tensor | None:
-    """Weight gradient for a custom backward to return: computed now, or put off and None.
+def weight_gradient(
+    weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor, add: Add | None = None
+) -> Tensor | None:
+    """Weight gradient for a custom backward to return: computed now, or put off (or added in place) and None.
 
     Only a leaf's gradient can be put off: that of a weight computed in the stage flows on in this very backward. A
     frozen weight gets none.
@@ -116,10 +162,14 @@ def weight_gradient(weight: Tensor, compute: Callable[..., Tensor], *tensors: Te
         weight: The weight, as the forward received it.
         compute: Function of `tensors` giving the gradient, of the weight's shape and dtype.
         tensors: What `compute` needs (input and output gradient); kept until the W slot.
+        add: Adds the gradient to a tensor piece by piece; used where adding_in_place() allows it.
     """
     if not weight.requires_grad:
         return None
-    if not _collectors or not weight.is_leaf:
-        return compute(*tensors)
-    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors))
-    return None
+    if _collectors and weight.is_leaf:
+        _collectors[-1].pending.append(PendingGradient(weight, compute, tensors, add))
+        return None
+    if add is not None and weight.grad is not None and _adds_in_place(weight):
+        add(weight.grad, *tensors)
+        return None
+    return compute(*tensors)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from overlap.model import DType, ModelConfig
@@ -52,6 +52,8 @@ class Wire(StrEnum):
     LOCAL = "local"
     HOST_LOOPBACK = "host_loopback"
     SM_COPY = "sm_copy"
+    ALL_TO_ALL = "all_to_all"
+    SYMMETRIC_MEMORY = "symmetric_memory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +64,8 @@ class Case:
     path: Path = Path.OVERLAP
     recompute: RecomputeConfig = NONE
     order: str = "multi_queue"
+    table: str = ""
+    """The text of an order that is not built in."""
     delay_wgrad: bool = False
     wire: Wire = Wire.LOCAL
     wire_scale: float = 1.0
@@ -71,7 +75,8 @@ class Case:
         """As the result tables show it."""
         wgrad = ", delayed wgrad" if self.delay_wgrad else ""
         how = f"overlap {self.order}{wgrad}" if self.path is Path.OVERLAP else "contiguous"
-        wire = "" if self.wire is Wire.LOCAL else f", {self.wire} x{self.wire_scale:g}"
+        scale = f" x{self.wire_scale:g}" if self.wire in {Wire.HOST_LOOPBACK, Wire.SM_COPY} else ""
+        wire = "" if self.wire is Wire.LOCAL else f", {self.wire}{scale}"
         return f"{self.proxy}: {self.recompute}, {how}{wire}"
 
 
@@ -86,6 +91,17 @@ def memory_cases() -> list[Case]:
     for rule in (RecomputeConfig.uniform(2), RecomputeConfig.uniform(4), RecomputeConfig.block(4)):
         cases += _ways("proxy-8", rule)
     cases += _ways("proxy-16", RecomputeConfig.uniform(4))
+    return cases
+
+
+def rank_cases(name: str, wire: Wire) -> list[Case]:
+    """Experts over ranks: without overlap, and overlapped in both orders; each without and with recompute."""
+    rule = RecomputeConfig.uniform(1)
+    base = Case(proxy=name, wire=wire)
+    cases = [replace(base, path=Path.CONTIGUOUS, recompute=r) for r in (NONE, rule)]
+    for order in ("multi_queue", "single_queue"):
+        delay = order == "single_queue"
+        cases += [replace(base, recompute=r, order=order, delay_wgrad=delay) for r in (NONE, rule, hidden(rule))]
     return cases
 
 

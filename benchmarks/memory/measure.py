@@ -20,12 +20,14 @@ from overlap.dispatch.sm_copy import SmCopy
 from overlap.ir import Lane
 from overlap.model import Decoder, ModelConfig, MoELayer
 from overlap.observe import TimedLanes
-from overlap.orders import get_order
+from overlap.orders import Order
 from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
 from overlap.timeline import Timeline
 
 _MIB = 2**20
+_SHORT = 64
+"""Tokens of a sequence whose kernels take less time than their launch."""
 DEVICE = torch.device("cuda")
 Feeds = dict[str, Tensor]
 
@@ -64,7 +66,7 @@ class Bench:
     def __init__(self, proxy: str) -> None:
         self.config: ModelConfig = PROXIES[proxy]
         with DEVICE:
-            self._model = Decoder(self.config, seed=0, init=_init_on_device)
+            self._model = Decoder(self.config, seed=0, init=init_on_device)
         self._model.to(DEVICE)
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -80,7 +82,7 @@ class Bench:
         return ModelChunk(
             self._model,
             recompute=case.recompute,
-            order=get_order(case.order, case.recompute.replay),
+            order=Order.parse(case.order, case.table) if case.table else case.order,
             delay_wgrad=case.delay_wgrad,
             lanes=self._lanes,
         )
@@ -159,14 +161,18 @@ class Bench:
         return timeline
 
     def host_ms(self, case: Case) -> tuple[int, float]:
-        """Slots of a step, and the milliseconds that the host takes to issue them (median of 5)."""
+        """Slots of a step, and the milliseconds that the host takes to issue them (median of 5).
+
+        On short sequences: with long ones the host waits for room in the launch queue, which is the device's time.
+        """
         chunk = self.chunk(case)
+        feeds = random_feeds(self.config.vocab, _SHORT)
         slots = sum(len(plan.issues) for plan, _, _ in step_plans(chunk, MICROBATCHES))
         times = []
         for _ in range(7):
             torch.cuda.synchronize()
             begin = perf_counter()
-            train_step(chunk, self.feeds)
+            train_step(chunk, feeds)
             times.append((perf_counter() - begin) * 1e3)
         torch.cuda.synchronize()
         return slots, median(times[2:])
@@ -178,9 +184,10 @@ class Bench:
             step()
             step()
         times: list[list[float]] = [[] for _ in cases]
-        for _ in range(rounds):
-            for place, step in enumerate(steps):
-                times[place].append(timed(step))
+        for number in range(rounds):
+            # each round starts elsewhere, so that no case always follows the same one
+            for place in (*range(number % len(steps), len(steps)), *range(number % len(steps))):
+                times[place].append(timed(steps[place]))
         return [
             Measured(name=case.name, activation_peak=0.0, reserved=0.0, step=median(t), steps=tuple(t))
             for case, t in zip(cases, times, strict=True)
@@ -188,7 +195,7 @@ class Bench:
 
 
 @torch.no_grad()
-def _init_on_device(model: nn.Module, seed: int) -> None:
+def init_on_device(model: nn.Module, seed: int) -> None:
     """Fill the parameters on the device itself: billions of them take minutes on a CPU."""
     torch.cuda.manual_seed(seed)
     for parameter in model.parameters():
@@ -198,7 +205,7 @@ def _init_on_device(model: nn.Module, seed: int) -> None:
             parameter.normal_(std=parameter.shape[1] ** -0.5)
 
 
-def timed(step: Callable[[], None]) -> float:
+def timed(step: Callable[[], object]) -> float:
     """Milliseconds of one call, the device's work included."""
     begin, end = torch.Event(DEVICE, enable_timing=True), torch.Event(DEVICE, enable_timing=True)
     torch.cuda.synchronize()
@@ -209,12 +216,12 @@ def timed(step: Callable[[], None]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def random_feeds(vocab: int) -> list[Feeds]:
-    """The microbatches of one step."""
-    generator = torch.Generator().manual_seed(0)
+def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0) -> list[Feeds]:
+    """The microbatches of one step, each a sequence of `seq` tokens."""
+    generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Feeds:
-        tokens = torch.randint(vocab, (1, SEQ + 1), generator=generator).to(DEVICE)
+        tokens = torch.randint(vocab, (1, seq + 1), generator=generator).to(DEVICE)
         return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     return [draw() for _ in range(MICROBATCHES)]

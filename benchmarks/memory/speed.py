@@ -8,9 +8,13 @@ from typing import Any
 
 from benchmarks.memory.cases import Case, Path, Wire, hidden
 from benchmarks.memory.measure import Bench, Measured
+from overlap.costs import costs_of
 from overlap.ir import Lane, Op
 from overlap.memory.host_cost import measure_host_cost
+from overlap.orders import format_order, get_order
+from overlap.search import search
 from overlap.simulate import exposure
+from overlap.synthetic import MOE, System
 from overlap.timeline import chrome_trace
 from recompute import RecomputeConfig
 
@@ -43,6 +47,7 @@ def loopback() -> list[dict[str, Any]]:
         *(replace(base, order=order) for order in ORDERS),
         *(replace(base, order=order, recompute=hidden(UNIFORM)) for order in ORDERS),
         *(replace(base, order=order, recompute=hidden(UNIFORM), delay_wgrad=True) for order in ORDERS),
+        replace(base, order="searched", table=_searched(bench, base), recompute=hidden(UNIFORM), delay_wgrad=True),
     ]
     results = bench.paired(cases)
     _report(results)
@@ -54,15 +59,29 @@ def loopback() -> list[dict[str, Any]]:
     return [*rows, {"name": "bound", "scale": scale, "communication": wire, "bound": bound}]
 
 
+def _searched(bench: Bench, base: Case) -> str:
+    """The best order for the costs of a recorded step, as a table."""
+    recorded = bench.record(replace(base, order="single_queue", recompute=hidden(UNIFORM), delay_wgrad=True))
+    rule = hidden(UNIFORM)
+    start = get_order("single_queue", rule.replay)
+    system = System(kinds=(MOE,), order=start, recompute=rule, costs=costs_of(recorded))
+    table = format_order(search(system).order)
+    print(table, flush=True)
+    return table
+
+
 def exposed() -> list[dict[str, Any]]:
     """Where the replay's all-to-alls run, from recorded steps: how much of them has no compute beside it."""
     bench = Bench("proxy-8")
     base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=_calibrate(bench))
     cases = [replace(base, order=order, recompute=rule) for order in ORDERS for rule in (UNIFORM, hidden(UNIFORM))]
+    cases.append(replace(cases[-1], delay_wgrad=True))
     rows = []
     for case in cases:
         timeline = bench.record(case)
         found = exposure(timeline, 0.0, timeline.end, ())
+        idle = f"compute busy {timeline.busy(Lane.COMPUTE, 0.0, timeline.end):.0f} of {timeline.end:.0f} ms"
+        print(idle, {kind: round(time, 1) for kind, time in found.exposed.items()})
         total: dict[str, float] = {}
         for span in timeline.on(Lane.COMM):
             op = Op.FORWARD if span.slot.op is Op.NO_GRAD else span.slot.op

@@ -1,6 +1,7 @@
 """`python -m overlap`: plan, verify, train, profile, demo, simulate, timeline.
 
-Exit status: 0 well, 1 different (verify), 2 bad input. With --json stdout carries one object and stderr all else.
+Exit status: 0 well, 1 different (verify), 2 bad input, 3 another rank failed. With --json stdout carries one object
+and stderr all else.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Callable, Sequence
 
 from overlap.cli import demo, plan, profile, simulate, timeline, train, verify
 from overlap.cli.parallel_options import say
-from overlap.errors import ProgramError, ScheduleError
+from overlap.errors import ProgramError, RankFailed, ScheduleError
 from recompute.errors import ConfigError
 
 Command = Callable[[argparse.Namespace], int]
 BAD_INPUT = 2
+RANK_FAILED = 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,3 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, ProgramError, ScheduleError) as error:
         say(str(error))
         return BAD_INPUT
+    except RankFailed as error:
+        say(str(error))
+        return RANK_FAILED

@@ -12,18 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from overlap.backends import load_backend
 from overlap.chunk import ModelChunk
 from overlap.cli.options import Options
 from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
+from overlap.dispatch.symmetric_memory import SymmetricMemory, mapped_peers
 from overlap.engine import Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
 from overlap.model.cut import NO_BORDER, Border, Cut
+from overlap.model.precision import DTYPES, wide_dtype
 from overlap.model.routes import fix_route
 from overlap.orders import load_order
+from overlap.parallel.scale import PerTokenOfRanks
 from overlap.parallel.work_lanes import WorkLanes
 from overlap.parallel.works import Works
 from overlap.parallel.world import SOLO, World
@@ -95,13 +99,16 @@ def make_decoder_chunk(
         cut=cut, border=border, split_embedding=split_embedding,
     )  # fmt: skip
     _fix_route(module, options)
-    scale: LossScale = PerToken() if options.model.per_token_loss else PerMicrobatch()
+    scale = _token_scale(bench.world) if options.model.per_token_loss else PerMicrobatch()
     return _make_chunk(module, scale, options, bench)
 
 
 def _make_chunk(module: nn.Module, scale: LossScale, options: Options, bench: Bench) -> ModelChunk:
+    module = module.to(bench.device)
+    if isinstance(module, Decoder):
+        module = load_backend(options.backend.name, options.backend.fp8, bench.world).convert(module)
     return ModelChunk(
-        module.to(bench.device),
+        module,
         recompute=options.recompute,
         order=load_order(options.order, options.recompute.replay),
         delay_wgrad=options.delay_wgrad,
@@ -110,6 +117,22 @@ def _make_chunk(module: nn.Module, scale: LossScale, options: Options, bench: Be
         lanes=bench.lanes,
         world=bench.world,
     )
+
+
+def parallel(chunk: ModelChunk, options: Options, *, keep_together: bool = False) -> ModelChunk:
+    """Keep the chunk in step with its replicas, as the options say; nothing to do in one process."""
+    if chunk.world.groups is None:
+        return chunk
+    # costs a second to import, which a run of one process need not wait for
+    from overlap.parallel.attach import DataSettings, make_parallel
+
+    wide = wide_dtype(DTYPES[options.model.dtype])
+    settings = DataSettings(fsdp=options.parallel.fsdp, keep_together=keep_together, reduce_dtype=wide)
+    return make_parallel(chunk, settings)
+
+
+def _token_scale(world: World) -> LossScale:
+    return PerToken() if world.groups is None else PerTokenOfRanks(world)
 
 
 def _lanes(device: torch.device, works: Works, world: World) -> Lanes:
@@ -124,6 +147,9 @@ def _transport(options: Options, world: World, works: Works) -> Transport:
         "host_loopback": partial(HostLoopback, options.loopback_scale),
         "sm_copy": SmCopy,
         "all_to_all": lambda: AllToAll(world.ep_group, works, world.collectives),
+        "symmetric_memory": lambda: SymmetricMemory(
+            world.ep_group, world.collectives, mapped_peers(world.ep_group, world.device, options.parallel.timeout)
+        ),
     }
     return makers[options.transport]()
 

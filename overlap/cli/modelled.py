@@ -12,6 +12,7 @@ from overlap.synthetic import DENSE, MOE, System
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 
+DEFAULT_LAYERS = 8
 _NO_METHOD = "none"
 
 
@@ -32,33 +33,39 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         "system with all its habits")  # fmt: skip
     parser.add_argument("--queues", type=int, choices=QUEUES, default=1, help="hardware queues (default 1)")
     parser.add_argument("--costs", default="h200", metavar="PRESET|FILE",
-                        help=f"{', '.join(PRESETS)}, or a JSON file (default h200)")  # fmt: skip
+                        help=f"{', '.join(PRESETS)}, a JSON file, or a recorded TRACE#N (default h200)")  # fmt: skip
     parser.add_argument("--method", default="uniform", help=f"{_NO_METHOD}, {', '.join(Method)} (default uniform)")
     parser.add_argument("--num-layers", type=int, metavar="N", help="layers per segment, or layers (block) (default 1)")
     parser.add_argument("--replay", help=f"{', '.join(Replay)} (default: hidden if the order has R steps)")
     parser.add_argument("--delay-wgrad", action=argparse.BooleanOptionalAction, default=True,
                         help="weight gradients in slots of their own (default yes)")  # fmt: skip
-    parser.add_argument("--layers", type=int, default=8, metavar="N", help="layers of the step (default 8)")
+    parser.add_argument("--layers", type=int, metavar="N",
+                        help="layers of the model (default 8; with --pp two per virtual stage)")  # fmt: skip
     parser.add_argument("--dense-layers", type=int, default=0, metavar="N", help="leading dense layers (default 0)")
     parser.add_argument("--microbatches", type=int, default=6, metavar="N", help="of the step (default 6)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
 
 
-def read_modelled(args: argparse.Namespace) -> Modelled:
+def read_modelled(args: argparse.Namespace, default_layers: int = DEFAULT_LAYERS) -> Modelled:
     """Check the options.
+
+    Args:
+        args: Parsed words.
+        default_layers: Layers of the model where --layers is left out.
 
     Raises:
         ConfigError, ScheduleError: Names what is wrong.
     """
-    for name in ("layers", "microbatches"):
-        if getattr(args, name) < 1:
-            raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
-    if not 0 <= args.dense_layers <= args.layers:
+    layers = default_layers if args.layers is None else args.layers
+    for name, value in (("layers", layers), ("microbatches", args.microbatches)):
+        if value < 1:
+            raise ConfigError(field=name, value=value, rule="must be at least 1")
+    if not 0 <= args.dense_layers <= layers:
         raise ConfigError(field="dense_layers", value=args.dense_layers, rule="must be from 0 to the layers")
     recompute = _recompute(args)
     return Modelled(
         system=System(
-            kinds=(DENSE,) * args.dense_layers + (MOE,) * (args.layers - args.dense_layers),
+            kinds=(DENSE,) * args.dense_layers + (MOE,) * (layers - args.dense_layers),
             order=load_order(args.order, recompute.replay),
             recompute=recompute,
             costs=load_costs(args.costs),

@@ -5,7 +5,14 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
+from overlap.cli.backend_options import (
+    BackendOptions,
+    add_backend_options,
+    describe_backend,
+    read_backend_options,
+)
 from overlap.cli.parallel_options import (
+    RANK_TRANSPORTS,
     ParallelOptions,
     capacity_of,
     describe_parallel,
@@ -24,7 +31,7 @@ DEFAULT_ORDER = "multi_queue"
 MAX_SEED = 10**12
 """Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
 DEVICES = ("cpu", "cuda")
-TRANSPORTS = ("local", "host_loopback", "sm_copy", "all_to_all")
+TRANSPORTS = ("local", "host_loopback", "sm_copy", *RANK_TRANSPORTS)
 _OWN_MODEL_RULE = "has no effect with --program: the function decides it"
 
 
@@ -50,6 +57,7 @@ class Options:
     device: str
     transport: str
     loopback_scale: float
+    backend: BackendOptions
     json: bool
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
@@ -83,6 +91,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--per-token-loss", action="store_true", help="mean over all tokens of a step")
     model.add_argument("--dtype", default=str(default.dtype), help=f"one of {', '.join(DType)}")
     _add_token_options(model)
+    add_backend_options(parser)
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
     step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
@@ -102,9 +111,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     step.add_argument("--batch", type=int, default=1, metavar="N", help="sequences of a microbatch (default 1)")
     step.add_argument("--microbatches", type=int, default=2, metavar="N", help="microbatches of a step (default 2)")
     step.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights, data and draws (default 0)")
-    step.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1: small shapes gain little)"
-    )
+    step.add_argument("--threads", type=int, default=1, metavar="N", help="CPU threads of torch (default 1)")
     step.add_argument("--device", choices=DEVICES, default=DEVICES[0], help="where to run (default cpu)")
     step.add_argument(
         "--transport", choices=TRANSPORTS, help="how tokens reach their experts (default local, all_to_all with --ep)"
@@ -166,6 +173,7 @@ def read_options(args: argparse.Namespace) -> Options:
         device=args.device,
         transport=transport_of(args),
         loopback_scale=1.0 if args.loopback_scale is None else args.loopback_scale,
+        backend=read_backend_options(args),
         json=args.json,
         parallel=parallel,
     )
@@ -222,5 +230,6 @@ def describe(options: Options) -> dict[str, object]:
         "device": options.device,
         "transport": options.transport,
         "loopback_scale": options.loopback_scale,
+        **describe_backend(options.backend),
         **describe_parallel(options.parallel),
     }

@@ -9,14 +9,20 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
+from overlap.dispatch.symmetric_memory import check_device
 from overlap.parallel.agree import gather
 from overlap.parallel.layout import ParallelLayout
+from overlap.parallel.watch import Watch
 from overlap.parallel.world import BACKENDS, SOLO, World, close_world, launched_processes, open_world
 from recompute.errors import ConfigError
 
+RANK_TRANSPORTS = ("all_to_all", "symmetric_memory")
+"""Those that take tokens to other ranks."""
+PATIENCE = 0.8
+"""Share of the time limit after which a rank says where the ranks are."""
 ROUTES = ("router", "balanced", "first-rank")
 
 
@@ -35,6 +41,8 @@ class ParallelOptions:
     """Whether ranks compare what they issued after every step."""
     backend: str = BACKENDS[0]
     timeout: timedelta = timedelta(minutes=5)
+    fsdp: bool = False
+    """Whether parameters, gradients and optimizer state are sharded over the data ranks."""
 
 
 def add_parallel_options(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +57,11 @@ def add_parallel_options(parser: argparse.ArgumentParser) -> None:
         "--route", choices=ROUTES, default=ROUTES[0],
         help="what chooses experts: the router, or for studies all experts in turn, or those of the first rank",
     )  # fmt: skip
+    ranks.add_argument("--fsdp", action="store_true", help="shard parameters, gradients and optimizer over the ranks")
     ranks.add_argument("--debug-collectives", action="store_true", help="compare after each step what ranks issued")
-    ranks.add_argument("--backend", choices=BACKENDS, default=BACKENDS[0], help="of collectives (default: by device)")
+    ranks.add_argument(
+        "--collective-backend", choices=BACKENDS, default=BACKENDS[0], help="of collectives (default: by device)"
+    )
     ranks.add_argument(
         "--collective-timeout", type=float, default=300.0, metavar="SECONDS",
         help="how long a collective waits for the other ranks (default 300)",
@@ -72,7 +83,7 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
     if args.capacity_factor is not None and not 0 < args.capacity_factor < math.inf:
         raise ConfigError(field="capacity", value=args.capacity_factor, rule="must be above 0 and finite")
     if layout.world_size == 1:
-        for name in ("debug_collectives", "backend", "collective_timeout"):
+        for name in ("fsdp", "debug_collectives", "collective_backend", "collective_timeout"):
             if getattr(args, name) != args.default_of(name):
                 raise ConfigError(field=name, value=getattr(args, name), rule="has no effect in one process")
     return ParallelOptions(
@@ -81,7 +92,8 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
         capacity_factor=args.capacity_factor,
         route=args.route,
         debug_collectives=args.debug_collectives,
-        backend=args.backend,
+        backend=args.collective_backend,
+        fsdp=args.fsdp,
         timeout=timedelta(seconds=seconds),
     )
 
@@ -108,9 +120,11 @@ def transport_of(args: argparse.Namespace) -> str:
     if args.transport is None:
         return "all_to_all" if shared else "local"
     name: str = args.transport
-    if shared != (name == "all_to_all"):
-        rule = "experts on several ranks need all_to_all" if shared else "needs --ep above 1"
+    if shared != (name in RANK_TRANSPORTS):
+        rule = f"experts on several ranks need {' or '.join(RANK_TRANSPORTS)}" if shared else "needs --ep above 1"
         raise ConfigError(field="transport", value=name, rule=rule)
+    if name == "symmetric_memory":
+        check_device(args.device)
     return name
 
 
@@ -119,9 +133,10 @@ def describe_parallel(options: ParallelOptions) -> dict[str, object]:
     return {
         "world_size": options.layout.world_size,
         "ep": options.layout.ep,
+        "fsdp": options.fsdp,
         "route": options.route,
         "debug_collectives": options.debug_collectives,
-        "backend": options.backend,
+        "collective_backend": options.backend,
     }
 
 
@@ -146,7 +161,10 @@ def joined(options: ParallelOptions, device: str) -> Iterator[World]:
         yield SOLO
         return
     try:
-        yield open_world(options.layout, device, options.timeout, options.backend, options.debug_collectives)
+        world = open_world(options.layout, device, options.timeout, options.backend, options.debug_collectives)
+        watch = Watch(world, patience=PATIENCE * options.timeout.total_seconds())
+        with watch.guard():
+            yield replace(world, watch=watch)
     finally:
         close_world()
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch.distributed as dist
 
+from overlap.backends import BACKENDS
 from overlap.cli.build import Bench, make_bench, make_decoder_chunk
 from overlap.cli.options import Options
 from overlap.model.precision import DTYPES
@@ -60,6 +61,12 @@ def read_pipeline(args: argparse.Namespace, options: Options) -> PipelineOptions
     if options.program:
         rule = "the built-in decoder is the only model that can be cut into stages"
         raise ConfigError(field="program", value=options.program, rule=rule)
+    if options.backend.name != BACKENDS[0]:
+        rule = f"a model that is cut into stages runs on {BACKENDS[0]}'s modules only"
+        raise ConfigError(field="backend", value=options.backend.name, rule=rule)
+    if options.parallel.fsdp:
+        rule = "does not go with a pipeline: its stages hold whole parameters"
+        raise ConfigError(field="fsdp", value=True, rule=rule)
     kind = ScheduleKind(args.schedule or ScheduleKind.INTERLEAVED)
     if args.pin_activations and kind not in SPLITS:
         rule = f"has no effect with schedule {kind}, which never puts weight gradients off: leave it out"

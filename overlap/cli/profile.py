@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
-from overlap.cli.options import add_shared_options, describe, read_options
+from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.report import console, num_bytes, print_json, table
-from overlap.memory.profile import Profile, profile_step
+from overlap.memory.profile import Profile, measure_step, profile_step
 
 
 def add_parser(commands: Any) -> None:
@@ -26,11 +26,26 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Profile and report; returns the exit status."""
     options = read_options(args)
+    if options.backend.name != "torch":
+        return _measure_only(options)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
     if options.json:
         print_json({**result.as_json(), "config": describe(options)})
     else:
         _show(result)
+    return 0
+
+
+def _measure_only(options: Options) -> int:
+    """A step of a backend whose kernels cannot run on fake tensors: nothing is predicted."""
+    result = measure_step(build_chunk(options), random_microbatches(options, 0))
+    measured = result.usage.as_json()
+    if options.json:
+        print_json({"measured": measured, "in_slot_peak": result.in_slot_peak, "config": describe(options)})
+        return 0
+    rows = [(name, num_bytes(nbytes)) for name, nbytes in measured.items()]
+    console.print(table("Peak live bytes of one step, by kind", ("kind", "measured"), rows))
+    console.print(f"highest inside a slot, its own temporaries included: {num_bytes(result.in_slot_peak)}")
     return 0
 
 

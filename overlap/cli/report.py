@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -15,8 +17,19 @@ messages = Console(stderr=True)
 
 
 def print_json(payload: object) -> None:
-    """Print one JSON object on stdout."""
-    print(json.dumps(payload, indent=2))
+    """Print one JSON object on stdout; numbers that JSON does not know (a diverged loss) become null."""
+    print(json.dumps(_finite(payload), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:

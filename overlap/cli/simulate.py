@@ -7,6 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
+from overlap.cli.pipeline_model_options import (
+    Pipeline,
+    add_pipeline_options,
+    default_layers,
+    pipeline_payload,
+    read_pipeline,
+    simulate_pipeline,
+)
+from overlap.cli.pipeline_model_report import show_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.orders import format_order
 from overlap.search import Found, search
@@ -21,9 +30,10 @@ def add_parser(commands: Any) -> None:
         "simulate",
         help="what an issue order costs, in a model; or search for the best one",
         description="Simulate layer pairs and a step: their time, idle compute, exposed communication per kind, and "
-        "the bound max(compute, communication). No model is built.",
+        "the bound max(compute, communication). With --pp: a whole pipeline of such steps. No model is built.",
     )
     add_options(parser)
+    add_pipeline_options(parser)
     parser.add_argument(
         "--search", action="store_true", help="find the best order for these costs, starting from --order"
     )
@@ -36,10 +46,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and report; returns the exit status."""
-    modelled = read_modelled(args)
+    modelled = read_modelled(args, default_layers(args))
     for name in ("write", "seed", "for_queues"):
         if getattr(args, name) is not None and not args.search:
             raise ConfigError(field=name, value=getattr(args, name), rule="has no effect without --search")
+    pipeline = read_pipeline(args, modelled)
+    if pipeline is not None:
+        return _run_pipeline(args, modelled, pipeline)
     payload = _report(modelled)
     if args.search:
         found = search(modelled.system, queues=args.for_queues or QUEUES, seed=args.seed or 0)
@@ -50,6 +63,17 @@ def run(args: argparse.Namespace) -> int:
         print_json(payload)
     else:
         _show(payload)
+    return 0
+
+
+def _run_pipeline(args: argparse.Namespace, modelled: Modelled, pipeline: Pipeline) -> int:
+    if args.search:
+        raise ConfigError(field="search", value=True, rule="has no effect with --pp: search for a layer pair first")
+    payload = pipeline_payload(modelled, pipeline, simulate_pipeline(modelled, pipeline))
+    if args.json:
+        print_json(payload)
+    else:
+        show_pipeline(payload)
     return 0
 
 

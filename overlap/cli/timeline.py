@@ -1,4 +1,4 @@
-"""`timeline`: a Chrome/Perfetto trace and a picture of the lanes, simulated, beside a recorded run if there is one."""
+"""`timeline`: a Chrome/Perfetto trace and a picture of lanes or pipeline ranks; a recorded run below the simulation."""
 
 from __future__ import annotations
 
@@ -7,11 +7,21 @@ import json
 from pathlib import Path
 from typing import Any
 
-from overlap.cli.modelled import add_options, describe, read_modelled
+from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
+from overlap.cli.pipeline_model_options import (
+    Pipeline,
+    add_pipeline_options,
+    default_layers,
+    pipeline_payload,
+    read_pipeline,
+    simulate_pipeline,
+)
+from overlap.cli.pipeline_model_report import show_pipeline, write_pipeline
 from overlap.cli.report import console, print_json
 from overlap.draw_timeline import draw_timelines
+from overlap.recordings import load_recording
 from overlap.steady import measure_step
-from overlap.timeline import Timeline, chrome_trace, read_trace
+from overlap.timeline import chrome_trace
 from recompute.errors import ConfigError
 
 
@@ -23,8 +33,11 @@ def add_parser(commands: Any) -> None:
         description="Simulate a step and write OUT/timeline.json (open it in ui.perfetto.dev) and OUT/timeline.png.",
     )
     add_options(parser)
+    add_pipeline_options(parser)
     parser.add_argument("--out", default="out", metavar="DIR", help="folder for the files (default out)")
-    parser.add_argument("--recorded", metavar="FILE", help="a recorded run's trace, drawn above the simulation")
+    parser.add_argument(
+        "--recorded", metavar="FILE", help="a recorded run's trace (TRACE#N: one of several), drawn below"
+    )
     parser.add_argument("--from-ms", type=float, default=0.0, metavar="MS", help="where the picture begins (default 0)")
     parser.add_argument("--to-ms", type=float, metavar="MS", help="where it ends (default: with the step)")
     parser.set_defaults(run=run)
@@ -32,10 +45,13 @@ def add_parser(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate, write, draw; returns the exit status."""
-    modelled = read_modelled(args)
-    recorded = () if args.recorded is None else _recorded(Path(args.recorded))
+    modelled = read_modelled(args, default_layers(args))
+    pipeline = read_pipeline(args, modelled)
+    if pipeline is not None:
+        return _run_pipeline(args, modelled, pipeline)
+    recorded = () if args.recorded is None else load_recording("recorded", args.recorded)
     simulated = measure_step(modelled.system, modelled.microbatches, modelled.queues)
-    timelines = (*recorded, simulated)
+    timelines = (simulated, *recorded)
     last = max(timeline.end for timeline in timelines) if args.to_ms is None else args.to_ms
     if not 0 <= args.from_ms < last:
         raise ConfigError(field="from_ms", value=args.from_ms, rule="must be from 0 to below the picture's end")
@@ -59,9 +75,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _recorded(path: Path) -> tuple[Timeline, ...]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(field="recorded", value=str(path), rule=f"cannot be read as JSON: {error}") from error
-    return read_trace(content)
+def _run_pipeline(args: argparse.Namespace, modelled: Modelled, pipeline: Pipeline) -> int:
+    if args.recorded is not None:
+        raise ConfigError(field="recorded", value=args.recorded, rule="has no effect with --pp")
+    simulated = simulate_pipeline(modelled, pipeline)
+    written = write_pipeline(simulated.run, Path(args.out), args.from_ms, args.to_ms)
+    payload = {**pipeline_payload(modelled, pipeline, simulated), **written}
+    if args.json:
+        print_json(payload)
+    else:
+        show_pipeline(payload)
+        console.print(f"trace: {written['trace']}, picture: {written['picture']}")
+    return 0

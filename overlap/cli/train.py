@@ -14,7 +14,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from overlap.chunk import ModelChunk
-from overlap.cli.build import build_chunk, to_device
+from overlap.cli.build import build_chunk, parallel, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
@@ -43,8 +43,12 @@ def add_parser(commands: Any) -> None:
     job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
     job.add_argument("--steps", type=int, default=50, metavar="N", help="training steps to run (default 50)")
     job.add_argument("--lr", type=float, default=3e-3, metavar="RATE", help="learning rate (default 3e-3)")
-    job.add_argument("--save", metavar="FILE", help="write a checkpoint at the end")
-    job.add_argument("--resume", metavar="FILE", help="go on from a checkpoint")
+    job.add_argument(
+        "--save",
+        metavar="FILE|FOLDER",
+        help="write a checkpoint at the end: a file, or a folder of several ranks",
+    )
+    job.add_argument("--resume", metavar="FILE|FOLDER", help="go on from a checkpoint")
     parser.set_defaults(run=run)
 
 
@@ -57,11 +61,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     if not 0 < args.lr < math.inf:
         raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
-    if args.save is not None and Path(args.save).is_dir():
-        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
-    for name in ("save", "resume"):
-        if getattr(args, name) is not None and options.parallel.layout.world_size > 1:
-            raise ConfigError(field=name, value=getattr(args, name), rule="one file holds the run of one process only")
+    _check_places(args, several=options.parallel.layout.world_size > 1)
     with joined(options.parallel, options.device) as world:
         if wants_pipeline(args):
             # imported here: it takes from this module what both share
@@ -75,12 +75,12 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     trainer = make_trainer(options, args.text, args.lr, world)
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
-        load_checkpoint(Path(args.resume), trainer.chunk, trainer.optimizer, config)
+        _resume(Path(args.resume), trainer, config)
     reports = run_steps(trainer, args.steps)
+    if args.save is not None:
+        _save(Path(args.save), trainer, config)
     if world.rank:
         return 0
-    if args.save is not None:
-        save_checkpoint(Path(args.save), trainer.chunk, trainer.optimizer, config)
     report(options, args, reports, {})
     return 0
 
@@ -107,12 +107,41 @@ def report(options: Options, args: argparse.Namespace, reports: list[StepReport]
                 console.print(f"  {name} {first:.4f} -> {reports[-1].losses[name]:.4f}")
 
 
+def _check_places(args: argparse.Namespace, *, several: bool) -> None:
+    """Refuse a folder for one process to write, and a file for several ranks."""
+    if args.save is not None and several and Path(args.save).is_file():
+        raise ConfigError(field="save", value=args.save, rule="must be a folder to write, not a file: there are ranks")
+    if args.save is not None and not several and Path(args.save).is_dir():
+        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
+    if args.resume is not None and several and Path(args.resume).is_file():
+        raise ConfigError(field="resume", value=args.resume, rule="one file holds the run of one process only")
+
+
+def _save(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
+    if trainer.chunk.world.groups is None:
+        save_checkpoint(path, trainer.chunk, trainer.optimizer, config)
+        return
+    from overlap.training.sharded_checkpoint import save_folder
+
+    save_folder(path, trainer.chunk, trainer.optimizer, config)
+
+
+def _resume(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
+    if trainer.chunk.world.groups is None and not path.is_dir():
+        load_checkpoint(path, trainer.chunk, trainer.optimizer, config)
+        return
+    from overlap.training.sharded_checkpoint import load_folder
+
+    load_folder(path, trainer.chunk, trainer.optimizer, config)
+
+
 def make_trainer(options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO) -> Trainer:
     """A trainer on text; the vocabulary is the 256 bytes."""
     options = replace(options, model=replace(options.model, vocab=VOCAB))
     data = text_data(options, paths)
     per_token = options.model.per_token_loss
-    return Trainer(build_chunk(options, world), data, learning_rate=learning_rate, per_token=per_token)
+    chunk = parallel(build_chunk(options, world), options)
+    return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token)
 
 
 def text_data(options: Options, paths: list[str] | None) -> Callable[[int], Any]:
@@ -142,7 +171,9 @@ def saved_config(options: Options) -> dict[str, object]:
         "transport",
         "loopback_scale",
         "debug_collectives",
-        "backend",
+        "collective_backend",
+        "ep",
+        "fsdp",
     }
     return {name: value for name, value in describe(options).items() if name not in how}
 

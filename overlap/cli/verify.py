@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
+
 from overlap.chunk import ModelChunk
-from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.build import build_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
@@ -18,6 +21,7 @@ from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
 from overlap.parallel.agree import gather
 from overlap.parallel.world import World
+from overlap.reproduce import deterministic, reproduce
 from overlap.verify import StepFacts, TensorsCompared, Verdict, merged, step_facts, verify
 from recompute.errors import ConfigError
 
@@ -36,6 +40,7 @@ def add_parser(commands: Any) -> None:
     add_parallel_options(parser)
     add_pipeline_options(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
+    parser.add_argument("--reproduce", action="store_true", help="run each arm twice first (always with --device cuda)")
     parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
     parser.set_defaults(run=run)
 
@@ -43,6 +48,11 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Verify and report; returns the exit status."""
     options = read_options(args)
+    with deterministic(torch.device(options.device)):
+        return _verify(args, options)
+
+
+def _verify(args: argparse.Namespace, options: Options) -> int:
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     with joined(options.parallel, options.device) as world:
@@ -59,12 +69,17 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         control = make_control(args.control, chunk, options.microbatches)
         engine_type, broken = control.engine_type, control.broken
     batches = [random_microbatches(options, step) for step in range(args.steps)]
-    own = verify(chunk, batches, engine_type=engine_type)
+    # a slot that a control moves finds its parameters only if they are there for the whole step
+    prepare = partial(parallel, options=options, keep_together=args.control == "swap_slots")
+    twice = args.reproduce or options.device != "cpu"
+    arms = reproduce(chunk, batches, engine_type=engine_type, prepare=prepare) if twice else {}
+    steady = {name: merged(gather(world, arm)).equal for name, arm in arms.items()}
+    own = verify(chunk, batches, engine_type=engine_type, prepare=prepare)
     verdicts = gather(world, own)
     verdict = merged(verdicts)
-    status = EQUAL if verdict.equal else DIFFERENT
+    status = EQUAL if verdict.equal and all(steady.values()) else DIFFERENT
     if not world.rank:
-        _report(verdicts, verdict, chunk, options, args, broken)
+        _report(verdicts, verdict, steady, chunk, options, args, broken)
     if status != EQUAL:
         leave_together(world)
     return status
@@ -73,6 +88,7 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
 def _report(
     verdicts: Sequence[Verdict],
     verdict: Verdict,
+    steady: Mapping[str, bool],
     chunk: ModelChunk,
     options: Options,
     args: argparse.Namespace,
@@ -86,6 +102,8 @@ def _report(
     payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
     if args.control is not None:
         payload["broken"] = broken
+    if steady:
+        payload["reproduces"] = steady
     if options.json:
         print_json(payload)
     else:
@@ -142,6 +160,8 @@ def _show(verdict: Verdict, payload: dict[str, Any]) -> None:
             ),
         )
     )
+    for name, same in payload.get("reproduces", {}).items():
+        console.print(f"arm {name}, run twice: {'equal' if same else 'different: the comparison says nothing'}")
     for name in (*verdict.gradients.different, *verdict.buffers.different):
         console.print(f"  differs: {name}")
     slots = "  ".join(f"{op} {count}" for op, count in payload["slots"].items())

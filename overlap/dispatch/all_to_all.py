@@ -124,25 +124,26 @@ class AllToAll:
         if routing.capacity is not None:
             held = routing.counts.shape[0] // ranks
             received = routing.counts.new_full((ranks, held), routing.capacity)
-            return _arrival(received, Splits(home, home, None, None))
+            return arrival_of(received, home, Splits(home, home, None, None))
         received = torch.empty_like(routing.counts)
         self._log.record("all_to_all", "counts", received)
         dist.all_to_all_single(received, routing.counts, group=self._group)
         # one copy to the host for both
         sizes = torch.stack((routing.counts, received)).view(2, ranks, -1).sum(-1).tolist()
-        return _arrival(received.view(ranks, -1), Splits(home, sum(sizes[1]), *sizes))
+        away = sum(sizes[1])
+        return arrival_of(received.view(ranks, -1), away, Splits(home, away, *sizes))
 
 
-def _arrival(received: Tensor, splits: Splits) -> Arrival:
-    """The arrival of received [R, L] rows: by rank, then expert; the experts want them by expert, then rank."""
+def arrival_of(received: Tensor, away: int, handle: object) -> Arrival:
+    """The arrival of received [R, L] rows, `away` in all: by rank, then expert; experts want expert, then rank."""
     ranks, held = received.shape
     counts = received.sum(0)
     if ranks == 1 or held == 1:
-        return Arrival(counts, handle=splits)
+        return Arrival(counts, handle=handle)
     expert = torch.arange(held, device=received.device).repeat(ranks)
-    order = expert.repeat_interleave(received.flatten(), output_size=splits.away).argsort(stable=True)
-    places = torch.arange(splits.away, device=received.device)
-    return Arrival(counts, True, order, torch.empty_like(order).scatter_(0, order, places), splits)
+    order = expert.repeat_interleave(received.flatten(), output_size=away).argsort(stable=True)
+    places = torch.arange(away, device=received.device)
+    return Arrival(counts, True, order, torch.empty_like(order).scatter_(0, order, places), handle)
 
 
 class _Dispatch(torch.autograd.Function):

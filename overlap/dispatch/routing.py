@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_INT16 = torch.iinfo(torch.int16).max
+
 
 class Routing(NamedTuple):
     """Where each of the T*k token copies goes. All tensors are int64; N rows are sent.
@@ -56,7 +58,9 @@ def make_routing(
     flat = expert_ids.flatten()
     if padding is not None:
         flat = torch.where(padding.repeat_interleave(expert_ids.shape[1]), num_experts, flat)
-    source = torch.argsort(flat, stable=True)
+    # A radix sort takes a pass for every few bits, and expert numbers fit 16.
+    narrow = flat.to(torch.int16) if num_experts < _INT16 else flat
+    source = torch.argsort(narrow, stable=True)
     inverse = torch.empty_like(source).scatter_(0, source, torch.arange(flat.numel(), device=flat.device))
     chosen = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     counts = chosen[:num_experts].clone()

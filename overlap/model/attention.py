@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.model.config import Attention, ModelConfig
+from overlap.model.fused import fused
+from overlap.model.latent_heads import turned
 from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
@@ -17,6 +19,21 @@ from overlap.model.sequences import Sequences
 
 PLAIN = Sequences()
 """Full sequences, positions from 0."""
+
+
+class CoreAttention(nn.Module):
+    """Softmax attention itself; a backend may put its own in this place."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
+        """Attention over [B, H, S, d], causal or as `mask` [B, 1, S, S] allows; returns [B, S, H*d].
+
+        Key and value may have fewer heads.
+        """
+        shared_heads = key.shape[1] != query.shape[1]
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads
+        )
+        return mixed.transpose(1, 2).flatten(-2)
 
 
 class LatentAttention(nn.Module):
@@ -42,21 +59,31 @@ class LatentAttention(nn.Module):
         self.latent = Linear(config.hidden, config.kv_rank + config.rope_dim)
         self.latent_norm = RMSNorm(config.kv_rank, config.norm_eps)
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
+        self.core = CoreAttention()
         self.output = Linear(config.heads * config.value_dim, config.hidden)
 
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
-        q_nope, q_rope = _split(_heads(self.query(x), config.heads), config.rope_dim)
+        queries = self.query(x)
         latent, k_rope = _split(self.latent(x), config.rope_dim)
-        expanded = _heads(self.key_value(self.latent_norm(latent)), config.heads)
-        k_nope, value = _split(expanded, config.value_dim)
-        k_rope = self.rotary(k_rope.unsqueeze(1), sequences.positions).expand_as(q_rope)
-        query = torch.cat((q_nope, self.rotary(q_rope, sequences.positions)), -1)
+        expanded = self.key_value(self.latent_norm(latent))
+        make = turned if fused(queries) else self._turned
+        query, key, value = make(self.rotary, sequences.positions, queries, expanded, k_rope, config.heads)
         drop = config.attention_dropout if self.training else 0.0
-        mixed = _attend(query, torch.cat((k_nope, k_rope), -1), value, drop, sequences.mask(x))
-        result: Tensor = self.output(mixed)
+        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
         return result
+
+    def _turned(
+        self, rotary: Rotary, positions: Tensor | None, queries: Tensor, expanded: Tensor, k_rope: Tensor, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """latent_heads.turned(), of torch's own operations."""
+        config = self.config
+        q_nope, q_rope = _split(_heads(queries, heads), config.rope_dim)
+        k_nope, value = _split(_heads(expanded, heads), config.value_dim)
+        k_rope = rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
+        query = torch.cat((q_nope, rotary(q_rope, positions)), -1)
+        return query, torch.cat((k_nope, k_rope), -1), value
 
 
 class GroupedQueryAttention(nn.Module):
@@ -69,6 +96,7 @@ class GroupedQueryAttention(nn.Module):
         self.query = Linear(config.hidden, config.heads * config.head_dim)
         self.key = Linear(config.hidden, config.kv_heads * config.head_dim)
         self.value = Linear(config.hidden, config.kv_heads * config.head_dim)
+        self.core = CoreAttention()
         self.output = Linear(config.heads * config.head_dim, config.hidden)
 
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
@@ -78,7 +106,7 @@ class GroupedQueryAttention(nn.Module):
         key = self.rotary(_heads(self.key(x), config.kv_heads), sequences.positions)
         value = _heads(self.value(x), config.kv_heads)
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(_attend(query, key, value, drop, sequences.mask(x)))
+        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
         return result
 
 
@@ -96,15 +124,3 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Cut the last dimension in two, the second part `last` wide."""
     return x[..., :-last], x[..., -last:]
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None) -> Tensor:
-    """Attention over [B, H, S, d], causal or as `mask` [B, 1, S, S] allows; returns [B, S, H*d].
-
-    Key and value may have fewer heads.
-    """
-    shared_heads = key.shape[1] != query.shape[1]
-    mixed = F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shared_heads
-    )
-    return mixed.transpose(1, 2).flatten(-2)

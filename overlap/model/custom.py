@@ -10,3 +10,9 @@ def apply(function: type[Function], *args: object) -> Tensor:
     """Apply a Function with one output."""
     result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
     return result
+
+
+def apply_many(function: type[Function], *args: object) -> tuple[Tensor, ...]:
+    """Apply a Function with several outputs."""
+    results: tuple[Tensor, ...] = function.apply(*args)  # type: ignore[no-untyped-call]
+    return results

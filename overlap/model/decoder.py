@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from overlap.builder import ProgramBuilder, Value
 from overlap.dispatch import LocalTransport, Transport
-from overlap.ir import RECEIVE, SEND, Program
+from overlap.ir import Program
+from overlap.model.backend import Backend, TorchBackend
 from overlap.model.config import ModelConfig
 from overlap.model.cut import NO_BORDER, Border, Cut
 from overlap.model.feeds import check_feeds
@@ -28,6 +29,7 @@ from overlap.model.residual import expand
 from overlap.model.rope import Rotary
 from overlap.model.sequences import sequence_feeds
 from overlap.model.weights import Weights
+from overlap.transfers import RECEIVE, SEND
 from recompute.errors import ConfigError
 
 _LOCAL = LocalTransport()
@@ -76,6 +78,8 @@ class Decoder(nn.Module):
             )
             self.head = TiedHead(config) if config.tied else Head(config)
             self.mtp = nn.ModuleList(make_depths(config, rotary, transport))
+        self.backend: Backend = TorchBackend()
+        """Where its modules come from; a backend's convert() sets it."""
         init(self, seed)
         self.cut = Cut.whole(config.layers) if cut is None else cut
         self.border = border
@@ -129,13 +133,16 @@ class Decoder(nn.Module):
         cut = self.cut
         b = ProgramBuilder(first_layer=cut.first)
         b.check_feeds(partial(check_feeds, self.config))
+        b.check_feeds(self.backend.check_feeds)
+        for moving in self.backend.step_states(self):
+            b.step_state(moving)
         feeds = {name: b.input(name) for name in self._own_feeds()}
-        weights = Weights(b, self._shared())
+        weights = Weights(b, self._shared(), self)
         state = self._build_entrance(b, weights, feeds)
         tokens = tuple(feeds[name] for name in sequence_feeds(self.config) if name in feeds)
         entry = DecoderEntry(self.config)
         for index in cut.layers:
-            with b.layer(index):
+            with b.layer(index, context=self.backend.context(index, self.config.layers)):
                 state = cast("DenseLayer | MoELayer", self.layers[index]).build(b, weights, entry, (state, *tokens))
         if cut.closes:
             self._build_end(b, weights, state, feeds, tokens)
@@ -174,8 +181,9 @@ class Decoder(nn.Module):
         # shared parameters come last among a stage's reads, so a tied matrix is handed over like one of them
         bound = weights.bind(self.head, (*reads, *tied), (self.head,))
         losses = b.compute(
-            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True, parameters=bound.parameters
-        )
+            "head", bound.forward, *bound.reads, outputs=self.head.loss_names, wgrad=True,
+            parameters=bound.parameters, state=bound.state,
+        )  # fmt: skip
         for name, loss in zip(self.head.loss_names, losses, strict=True):
             b.loss(loss, self.head.loss_weight(name))
 

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from overlap.model.fused import fused, kernels
+
 _ALIGNMENT = 16
 """Bytes that row strides must be a multiple of in the device kernel."""
+_PIECE_BYTES = 96 * 2**20
+"""Largest piece of a weight gradient that is added in pieces."""
+_TILE = 256
+"""Columns that a piece is a multiple of, so that the kernel's tiles are full."""
 
 
-@torch.library.custom_op("overlap::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
@@ -33,10 +38,18 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tenso
     Raises:
         ValueError: The counts do not sum to N, or exceed it (checked where they are on the host).
     """
+    work = _grouped_mm if _direct(x) else _grouped_mm_op
+    product: Tensor = work(x, weight, counts, covers)
+    return product
+
+
+def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     if _device_kernel(x, weight.shape[1], weight.shape[2]):
         out = F.grouped_mm(x, weight, offs=_ends(counts))
+        if covers:
+            return out
         rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
-        return out if covers else out.masked_fill_(rows >= counts.sum(), 0)
+        return out.masked_fill_(rows >= counts.sum(), 0)
     out = x.new_empty(x.shape[0], weight.shape[2])
     spans = _spans(counts, x.shape[0], covers)
     for expert, (start, end) in enumerate(spans):
@@ -45,7 +58,6 @@ def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tenso
     return out
 
 
-@torch.library.custom_op("overlap::grouped_mm_wgrad", mutates_args=())
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     """Gradient of grouped_mm's weight: x^T grad over the rows of each expert, exact zeros where it has none.
 
@@ -61,6 +73,12 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> T
     Raises:
         ValueError: The counts do not sum to N (checked where they are on the host).
     """
+    work = _grouped_mm_wgrad if _direct(x) else _grouped_mm_wgrad_op
+    gradient: Tensor = work(x, grad, counts, covers)
+    return gradient
+
+
+def _grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     if _device_kernel(x, x.shape[1], grad.shape[1]):
         return F.grouped_mm(x.t(), grad, offs=_ends(counts))
     out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
@@ -69,14 +87,70 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> T
     return out
 
 
-@grouped_mm.register_fake
+def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    """Add the gradient of grouped_mm's weight to `into`, piece by piece: the whole can exceed a layer's activations.
+
+    On a device a piece is some columns of all experts, whose kernel needs no counts on the host; elsewhere an expert.
+
+    Args:
+        into: [E, I, O], of x's type or wider.
+        x: [N, I], sorted by expert.
+        grad: [N, O].
+        counts: [E] int64.
+        covers: As for grouped_mm.
+
+    Raises:
+        ValueError: The counts do not sum to N (checked where they are on the host).
+    """
+    work = _grouped_mm_wgrad_add if _direct(x) else _grouped_mm_wgrad_add_op
+    work(into, x, grad, counts, covers)
+
+
+def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    if _device_kernel(x, x.shape[1], grad.shape[1]):
+        ends, width = _ends(counts), _piece_width(into.shape[0] * into.shape[1] * x.element_size())
+        for start in range(0, grad.shape[1], width):
+            columns = slice(start, start + width)
+            piece = F.grouped_mm(x.t(), grad[:, columns], offs=ends)
+            if into.is_contiguous() and fused(into):
+                kernels("triton_add").add_columns(into, piece, start)
+            else:
+                into[..., columns] += piece
+        return
+    for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
+        into[expert] += torch.mm(x[start:end].t(), grad[start:end])
+
+
+_grouped_mm_op = torch.library.custom_op("overlap::grouped_mm", _grouped_mm, mutates_args=())
+_grouped_mm_wgrad_op = torch.library.custom_op("overlap::grouped_mm_wgrad", _grouped_mm_wgrad, mutates_args=())
+_grouped_mm_wgrad_add_op = torch.library.custom_op(
+    "overlap::grouped_mm_wgrad_add", _grouped_mm_wgrad_add, mutates_args=("into",)
+)
+
+
+@_grouped_mm_op.register_fake
 def _(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@grouped_mm_wgrad.register_fake
+@_grouped_mm_wgrad_op.register_fake
 def _(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
     return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+
+
+@_grouped_mm_wgrad_add_op.register_fake
+def _(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    return None
+
+
+def _direct(x: Tensor) -> bool:
+    """Whether to pass the dispatcher by: a custom operator's Python part takes as long as ten launches."""
+    return x.is_cuda and type(x) is Tensor
+
+
+def _piece_width(column_bytes: int) -> int:
+    """Columns of a piece."""
+    return max(_PIECE_BYTES // column_bytes // _TILE, 1) * _TILE
 
 
 def _device_kernel(x: Tensor, *widths: int) -> bool:

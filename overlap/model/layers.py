@@ -103,12 +103,13 @@ class DenseLayer(nn.Module):
         residual = self.attn.ffn_residual
         ffn_input, *carried = b.compute(
             "attn", attn.forward, *attn.reads, outputs=("ffn_input", *residual.carried), wgrad=True,
-            draws_rng=self.attn.draws_rng, parameters=attn.parameters,
+            draws_rng=self.attn.draws_rng, parameters=attn.parameters, state=attn.state,
         )  # fmt: skip
         ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
-            "experts", ffn.forward, *ffn.reads, outputs=("ffn_output",), wgrad=True, parameters=ffn.parameters
-        )
+            "experts", ffn.forward, *ffn.reads, outputs=("ffn_output",), wgrad=True,
+            parameters=ffn.parameters, state=ffn.state,
+        )  # fmt: skip
         (out,) = b.compute(
             "post", residual.merge, update, *carried, outputs=("hidden",),
             adjoint=self.post_adjoint if residual.linear else None, draws_rng=self.config.dropout > 0,
@@ -156,7 +157,7 @@ class MoELayer(nn.Module):
         experts = weights.bind(self.apply_experts, (tokens, probs, arrival), (self.experts,))
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
-            outputs=("expert_output",), wgrad=True, parameters=experts.parameters,
+            outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
@@ -236,7 +237,7 @@ class MoELayer(nn.Module):
         written = b.compute(
             "attn", bound.forward, *bound.reads, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
             effects=self.router.effects, draws_rng=self.attn.draws_rng or self.config.jitter > 0,
-            parameters=bound.parameters,
+            parameters=bound.parameters, state=bound.state,
         )  # fmt: skip
         values = dict(zip((*outputs, *nondiff), written, strict=True))
         for name in self.router.loss_names:
@@ -248,6 +249,7 @@ class MoELayer(nn.Module):
         for module in self.shared:
             bound = weights.bind(module, (values["ffn_input"],), (module,))
             outputs += b.compute(
-                "shared", bound.forward, *bound.reads, outputs=("shared",), wgrad=True, parameters=bound.parameters
-            )
+                "shared", bound.forward, *bound.reads, outputs=("shared",), wgrad=True,
+                parameters=bound.parameters, state=bound.state,
+            )  # fmt: skip
         return tuple(outputs)

@@ -14,8 +14,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from overlap.model.custom import apply
-from overlap.model.grouped import grouped_mm, grouped_mm_wgrad
-from recompute.wgrad import is_left_out, late_weight_gradient, weight_gradient
+from overlap.model.grouped import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_add
+from recompute.wgrad import Add, is_left_out, late_weight_gradient, weight_gradient
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -106,7 +106,8 @@ class _GroupedLinear(torch.autograd.Function):
         transposed = weight.to(grad.dtype).transpose(1, 2)
         grad_x = grouped_mm(grad, transposed, counts, ctx.covers) if ctx.needs_input_grad[0] else None
         compute = partial(_grouped_wgrad, covers=ctx.covers)
-        return grad_x, gradient_of_weight(ctx, compute, x, grad, counts), None, None, None, None
+        add = partial(grouped_mm_wgrad_add, covers=ctx.covers)
+        return grad_x, gradient_of_weight(ctx, compute, x, grad, counts, add=add), None, None, None, None
 
 
 def graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, LateWeight | None, Tensor | None]:
@@ -137,22 +138,23 @@ def keep_weight(ctx: Any, weight: Tensor, late: LateWeight | None) -> None:
     ctx.late = late is not None
 
 
-def gradient_of_weight(ctx: Any, compute: Any, *tensors: Tensor) -> Tensor | None:
+def gradient_of_weight(ctx: Any, compute: Any, *tensors: Tensor, add: Add | None = None) -> Tensor | None:
     """The weight's gradient, its Function's second argument's: now, or None and put off.
 
     Args:
         ctx: Of the Function, with `weight` and `late` as keep_weight() set them.
         compute: compute(*tensors, dtype=) gives the gradient.
         tensors: Kept while it is put off.
+        add: add(into, *tensors) adds it piece by piece.
     """
     if not ctx.needs_input_grad[1] and not ctx.late:
         return None
     compute = partial(compute, dtype=ctx.weight.dtype)
     if ctx.late:
-        late_weight_gradient(ctx.weight, compute, *tensors)
+        late_weight_gradient(ctx.weight, compute, *tensors, add=add)
         return None
     # a weight computed inside the stage (a base weight plus its adapter) has its own backward waiting for it
-    return weight_gradient(ctx.weight, compute, *tensors) if ctx.weight.is_leaf else compute(*tensors)
+    return weight_gradient(ctx.weight, compute, *tensors, add=add) if ctx.weight.is_leaf else compute(*tensors)
 
 
 def _linear_wgrad(x: Tensor, grad: Tensor, *, dtype: torch.dtype) -> Tensor:

@@ -80,7 +80,9 @@ class MTPDepth(nn.Module):
         """
         state = self.layer.build(b, weights, entry, reads)
         end = weights.bind(self.finish, (state,), (self.contraction, self.norm))
-        (output,) = b.compute("mtp_post", end.forward, *end.reads, outputs=("output",), parameters=end.parameters)
+        (output,) = b.compute(
+            "mtp_post", end.forward, *end.reads, outputs=("output",), parameters=end.parameters, state=end.state
+        )
         return (output if self.config.mhc is None else state), output
 
     def finish(self, state: Tensor) -> Tensor:

@@ -18,7 +18,9 @@ from torch.nn import functional as F
 
 from overlap.dispatch import Routing, make_routing
 from overlap.model.config import ModelConfig, Score
+from overlap.model.fused import fused
 from overlap.model.precision import DTYPES, WideBuffers, wide_dtype
+from overlap.model.scores import scored
 from overlap.parallel.world import SOLO, World
 
 Select = Callable[[Tensor, int], Tensor]
@@ -94,7 +96,9 @@ class Router(WideBuffers):
                 losses. None: there is none.
         """
         logits = self._logits(x)
-        scores = logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
+        if fused(logits):
+            return self._by_kernel(logits, pinned, padding)
+        scores = self._scores(logits)
         if pinned is None:
             pinned = make_routing(self._choose(scores.detach()), self.config.experts, padding, self.config.capacity)
         mean = _MeanOverTokens(padding)
@@ -105,6 +109,22 @@ class Router(WideBuffers):
             pinned,
             tuple(losses[name](logits, scores, pinned, mean) * tokens for name in self.loss_names),
         )
+
+    def _by_kernel(self, logits: Tensor, pinned: Routing | None, padding: Tensor | None) -> Routed:
+        """What forward() does with the logits, by a kernel of our own."""
+        config = self.config
+        if pinned is None:
+            pinned = make_routing(self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity)
+        probs, aux, squares = scored(logits, pinned, padding, config)
+        tokens = _MeanOverTokens(padding).count(logits)
+        factor = tokens if config.per_token_loss else 1
+        # the share of copies and the mean score are both divided by the tokens
+        scales = {
+            "aux": config.experts * config.aux_coefficient / (config.topk * tokens * tokens),
+            "z": config.z_coefficient / tokens,
+        }
+        rows = {"aux": aux, "z": squares}
+        return Routed(probs, pinned, tuple(rows[name].sum() * (scales[name] * factor) for name in self.loss_names))
 
     def count(self, counts: Tensor) -> None:
         """Effect: add the copies per expert [E] of one microbatch; nothing in eval mode."""
@@ -129,6 +149,9 @@ class Router(WideBuffers):
         # autocast would compute the scores in the narrow type
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, self.weight.to(wide))
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[T, E] -> [T, k] int64."""

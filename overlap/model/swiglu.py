@@ -1,7 +1,8 @@
 """SwiGLU's elementwise part, with a backward that keeps its input only.
 
-Composed of torch's own operations it would keep five tensors of the inner width, two of them in float32; rows are
-worked on in blocks, so that backward's temporaries stay small beside the gradients.
+Composed of torch's own operations it would keep five tensors of the inner width, two of them in float32. On a GPU one
+kernel does it each way; elsewhere rows are worked on in blocks, so that backward's temporaries stay small beside the
+gradients.
 Legend: N rows, W inner width.
 """
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from overlap.model.custom import apply
+from overlap.model.fused import fused, kernels
 
 _ROWS = 4096
 """Rows of a block: 4096 of width 1408 in float32 are 22 MiB."""
@@ -39,6 +41,9 @@ class _SwiGLU(torch.autograd.Function):
         ctx.save_for_backward(gate_up, probs)
         rows = gate_up.flatten(0, -2)
         result = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
+        if _one_kernel(gate_up):
+            kernels("triton_swiglu").swiglu_forward(rows.contiguous(), _contiguous(probs), result)
+            return result.view(*gate_up.shape[:-1], result.shape[1])
         for start in range(0, rows.shape[0], _ROWS):
             block = slice(start, start + _ROWS)
             result[block] = _weighted(_product(rows[block]), None if probs is None else probs[block])
@@ -49,8 +54,13 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         gate_up, probs = ctx.saved_tensors
         rows, grad_rows = gate_up.flatten(0, -2), grad.flatten(0, -2)
+        if _one_kernel(gate_up):
+            rows, grad_rows, probs = rows.contiguous(), grad_rows.contiguous(), _contiguous(probs)
         grad_gate_up = torch.empty_like(rows)
         grad_probs = None if probs is None else torch.empty_like(probs)
+        if _one_kernel(gate_up):
+            kernels("triton_swiglu").swiglu_backward(rows, probs, grad_rows, grad_gate_up, grad_probs)
+            return grad_gate_up.view_as(gate_up), grad_probs
         for start in range(0, rows.shape[0], _ROWS):
             block = slice(start, start + _ROWS)
             gate, up = rows[block].chunk(2, -1)
@@ -60,6 +70,14 @@ class _SwiGLU(torch.autograd.Function):
                 inner = _weighted(inner, probs[block])
             grad_gate_up[block] = torch.cat((torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)), -1)
         return grad_gate_up.view_as(gate_up), grad_probs
+
+
+def _one_kernel(gate_up: Tensor) -> bool:
+    return fused(gate_up) and gate_up.shape[-1] // 2 <= kernels("triton_swiglu").WIDEST
+
+
+def _contiguous(probs: Tensor | None) -> Tensor | None:
+    return None if probs is None else probs.contiguous()
 
 
 def _product(rows: Tensor) -> Tensor:

@@ -10,18 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 from overlap.builder import ProgramBuilder, Value
+from overlap.model.in_place import ChangesInPlace
 
 
 class Bound(NamedTuple):
-    """A stage function, what it reads, and the parameters that it reads past the values."""
+    """A stage function, what it reads, and what it declares: parameters that it reads past the values, and state."""
 
     forward: Callable[..., Any]
     reads: tuple[Value, ...]
     parameters: tuple[nn.Parameter, ...]
+    state: tuple[Tensor, ...]
+    """Buffers that the function's modules change in place."""
 
 
 class Weights:
@@ -30,10 +33,15 @@ class Weights:
     Args:
         b: The program's builder.
         shared: These parameters, by name.
+        owner: The module that they are registered in, where a step finds what stands in their place.
     """
 
-    def __init__(self, b: ProgramBuilder, shared: Mapping[str, nn.Parameter]) -> None:
-        self._values = {id(parameter): b.parameter(name, parameter) for name, parameter in shared.items()}
+    def __init__(self, b: ProgramBuilder, shared: Mapping[str, nn.Parameter], owner: nn.Module) -> None:
+        paths = {id(parameter): path for path, parameter in owner.named_parameters()}
+        self._values = {
+            id(parameter): b.parameter(name, parameter, partial(owner.get_parameter, paths[id(parameter)]))
+            for name, parameter in shared.items()
+        }
 
     def value(self, parameter: nn.Parameter) -> Value:
         """Handle of a shared parameter."""
@@ -54,9 +62,11 @@ class Weights:
         named = dict(body.named_parameters())
         shared = {name: self.value(p) for name, p in named.items() if id(p) in self._values}
         own = tuple(p for p in named.values() if id(p) not in self._values)
+        changing = [part for part in body.modules() if isinstance(part, ChangesInPlace)]
+        state = tuple(buffer for part in changing for buffer in part.state)
         if not shared:
-            return Bound(function, tuple(reads), own)
-        return Bound(_Swapped(body, tuple(shared)), (*reads, *shared.values()), own)
+            return Bound(function, tuple(reads), own, state)
+        return Bound(_Swapped(body, tuple(shared)), (*reads, *shared.values()), own, state)
 
 
 class _Body(nn.Module):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from overlap.engine import Observer
 from overlap.parallel.collective_log import CollectiveLog, Collectives, NoLog
 from overlap.parallel.layout import DIMENSIONS, ParallelLayout, Place
 from recompute.errors import ConfigError
@@ -56,6 +57,8 @@ class World:
     """None: one process that belongs to no process group, as in SOLO."""
     debug: CollectiveLog | None = None
     """Takes note of collectives, so that ranks can compare them after each step; None: nobody does."""
+    watch: Observer | None = None
+    """Notes where this rank is, for the others; None: nobody does."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         """Copies of a model belong to the same ranks."""
@@ -67,9 +70,9 @@ class World:
         return NoLog() if self.debug is None else self.debug
 
     @property
-    def observers(self) -> tuple[CollectiveLog, ...]:
+    def observers(self) -> tuple[Observer, ...]:
         """What has to watch a step."""
-        return () if self.debug is None else (self.debug,)
+        return tuple(observer for observer in (self.watch, self.debug) if observer is not None)
 
     @property
     def size(self) -> int:

@@ -8,8 +8,9 @@ from types import MappingProxyType
 
 from overlap.controls import NoRng
 from overlap.engine import Engine, MicrobatchState
-from overlap.ir import SEND, Stage
+from overlap.ir import Stage
 from overlap.lower import Issue
+from overlap.transfers import SEND
 
 
 class WrongGradient(Engine):

@@ -66,7 +66,7 @@ class Pipeline:
             raise ConfigError(field="pp", value=layout.pp, rule=rule)
         if device.type == "cuda" and "nccl" not in str(dist.get_backend_config(group)):
             rule = "gloo hands over CPU tensors only: stages on GPUs need NCCL, and a GPU for each process"
-            raise ConfigError(field="backend", value=dist.get_backend(group), rule=rule)
+            raise ConfigError(field="collective_backend", value=dist.get_backend(group), rule=rule)
         self.dtype = dtype
         self.layout = layout
         self.kind = kind

@@ -47,7 +47,7 @@ def train_pipeline(
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_pipeline_feeds(pipeline, microbatches)
-    check_accumulate(accumulate)
+    check_accumulate(accumulate, True)
     if not torch.is_grad_enabled():
         return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
     check_precision(pipeline.lead.device)
@@ -102,7 +102,7 @@ def _running(
     """An engine for the step, and nothing left of it if it fails; keep: in-place state stays if it does not."""
     done = False
     with ExitStack() as stack:
-        engine = stack.enter_context(engine_for(pipeline.lead, observers, engine_type))
+        engine = stack.enter_context(engine_for(pipeline.lead, (), observers, engine_type, reduce=False))
         for chunk in pipeline.chunks:
             stack.enter_context(rollback(chunk.program, always=not keep))
         pipeline.executor.open_step(engine)

@@ -55,11 +55,19 @@ def load_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         raise ConfigError(field="resume", value=str(path), rule="must be a checkpoint of this program") from error
     if not isinstance(payload, dict) or payload.get("format") != FORMAT:
         raise ConfigError(field="resume", value=str(path), rule=f"must be a checkpoint of format {FORMAT}")
-    saved = payload["config"]
+    check_config(path, payload["config"], config)
+    chunk.load_state_dict(payload["model"])
+    optimizer.load_state_dict(payload["optimizer"])
+    torch.set_rng_state(payload["rng"])
+
+
+def check_config(path: Path, saved: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """Refuse to resume a run of another config.
+
+    Raises:
+        ConfigError: Names the first field that differs.
+    """
     for name in sorted({*saved, *config}):
         if saved.get(name) != config.get(name):
             rule = f"the checkpoint {path} was made with {name}={saved.get(name)!r}"
             raise ConfigError(field=name, value=config.get(name), rule=rule)
-    chunk.load_state_dict(payload["model"])
-    optimizer.load_state_dict(payload["optimizer"])
-    torch.set_rng_state(payload["rng"])

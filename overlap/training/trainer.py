@@ -12,6 +12,8 @@ import torch.distributed as dist
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
+from overlap.parallel.clip import clip_gradients
+from overlap.parallel.counters import share_logged_losses
 from overlap.step import train_step
 
 
@@ -50,7 +52,7 @@ class Trainer:
         self.chunk = chunk
         self.data = data
         self.per_token = per_token
-        self.optimizer = torch.optim.AdamW(chunk.parameters(), lr=learning_rate)
+        self.optimizer = torch.optim.AdamW(chunk.parallel.parameter_groups(chunk), lr=learning_rate)
 
     def step(self) -> StepReport:
         """One step: forward, backward, clip, AdamW, expert bias."""
@@ -58,9 +60,10 @@ class Trainer:
         microbatches = self.data(number)
         begin = time.perf_counter()
         losses = train_step(self.chunk, microbatches)
-        torch.nn.utils.clip_grad_norm_(self.chunk.parameters(), 1.0)
+        clip_gradients(self.chunk, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        share_logged_losses(self.chunk, self.chunk.world)
         update_expert_bias(self.chunk, self.chunk.world)
         seconds = time.perf_counter() - begin
         tokens = int(self._over_ranks([sum(feeds["ids"].numel() for feeds in microbatches)])[0])

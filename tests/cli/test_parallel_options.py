@@ -38,8 +38,8 @@ def _four(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_four")
 def test_every_option_is_read() -> None:
-    words = "--ep 2 --capacity 1.5 --route first-rank --debug-collectives --backend gloo --collective-timeout 7"
-    assert read(words) == ParallelOptions(
+    words = "--ep 2 --capacity 1.5 --route first-rank --debug-collectives --collective-backend gloo"
+    assert read(f"{words} --collective-timeout 7") == ParallelOptions(
         layout=ParallelLayout(world_size=4, ep=2),
         data_rank=3,
         capacity_factor=1.5,
@@ -73,7 +73,9 @@ def test_what_does_not_fit_is_refused(words: str, field: str) -> None:
     assert refusal.value.field == field
 
 
-@pytest.mark.parametrize("words", ["--debug-collectives", "--backend gloo", "--collective-timeout 9", "--ep 2"])
+@pytest.mark.parametrize(
+    "words", ["--debug-collectives", "--collective-backend gloo", "--collective-timeout 9", "--ep 2"]
+)
 def test_one_process_needs_no_groups(words: str) -> None:
     with pytest.raises(ConfigError):
         read(words)

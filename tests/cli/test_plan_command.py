@@ -20,7 +20,9 @@ def test_contract(capsys: Capsys) -> None:
     }  # fmt: skip
     assert [segment["layers"] for segment in payload["segments"]] == [[0, 1], [2]]
     assert [segment["inputs"] for segment in payload["segments"]] == [["embedded"], ["1.hidden"]]
-    assert [segment["pinned"] for segment in payload["segments"]] == [["0.routing", "1.routing"], ["2.routing"]]
+    assert [segment["pinned"] for segment in payload["segments"]] == [
+        ["0.routing", "0.arrival", "1.routing", "1.arrival"], ["2.routing", "2.arrival"],
+    ]  # fmt: skip
     assert payload["replayed_a2a"] == 4 * (2 + 1 + 1)
 
 

@@ -22,7 +22,7 @@ def test_contract(tmp_path: Path, capsys: Capsys) -> None:
     assert Path(result.json["picture"]).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_recorded_run_stands_above(tmp_path: Path, capsys: Capsys) -> None:
+def test_a_recorded_run_stands_below_its_prediction(tmp_path: Path, capsys: Capsys) -> None:
     words = f"timeline --layers 2 --microbatches 1 --out {tmp_path}"
     assert command(capsys, f"{words} --order fused").status == 0
     recorded = tmp_path / "recorded.json"
@@ -30,8 +30,13 @@ def test_a_recorded_run_stands_above(tmp_path: Path, capsys: Capsys) -> None:
     result = command(capsys, f"{words} --recorded {recorded}")
     assert result.status == 0
     names = [timeline.name for timeline in read_trace(json.loads((tmp_path / "timeline.json").read_text()))]
-    assert names == ["fused, 1 queue(s)", "single_queue, 1 queue(s)"]
+    assert names == ["single_queue, 1 queue(s)", "fused, 1 queue(s)"]
     assert all(name in result.out for name in names)
+    both = tmp_path / "both.json"
+    (tmp_path / "timeline.json").rename(both)
+    assert command(capsys, f"{words} --recorded {both}#1 --costs {both}#1 --json").json["config"]["costs"] == names[1]
+    names = [timeline.name for timeline in read_trace(json.loads((tmp_path / "timeline.json").read_text()))]
+    assert names == ["single_queue, 1 queue(s)", "fused, 1 queue(s)"]
 
 
 @pytest.mark.parametrize(

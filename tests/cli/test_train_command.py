@@ -117,7 +117,7 @@ def test_what_is_no_checkpoint(capsys: Capsys, tmp_path: Path) -> None:
     torch.save({"weights": torch.zeros(1)}, other)
     for path, rule in (
         (missing, "must be a readable file"),
-        (tmp_path, "must be a readable file"),
+        (tmp_path, "must be a folder with a complete checkpoint"),
         (rubbish, "must be a checkpoint of this program"),
         (other, "must be a checkpoint of format"),
     ):

@@ -25,7 +25,9 @@ from typing import Any, NamedTuple
 LIMIT = 60.0
 """Seconds that a function may run, unless the test says otherwise."""
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "overlap.cli", "tests.distributed.ranks"]
+_PRELOADED = [
+    "torch", "torch.distributed", "torch._dynamo", "overlap.cli", "overlap.parallel.attach", "tests.distributed.ranks",
+]  # fmt: skip
 """torch imports _dynamo at the first call of an operator of ours, which takes as long as torch itself."""
 
 

@@ -21,7 +21,7 @@ def test_a_shared_parameter_is_an_argument() -> None:
     b = ProgramBuilder()
     x = b.input("x")
     module = nn.Linear(2, 3)
-    weights = Weights(b, {"w": module.get_parameter("weight")})
+    weights = Weights(b, {"w": module.get_parameter("weight")}, module)
     bound = weights.bind(lambda x: double(x, module), (x,), (module,))
     assert [value.name for value in bound.reads] == ["x", "weight.w"]
     assert [id(p) for p in bound.parameters] == [id(module.bias)]
@@ -43,7 +43,7 @@ def test_a_module_that_is_the_function_itself() -> None:
     """It is then in the stage twice, and must still be put back right."""
     b = ProgramBuilder()
     module = nn.Linear(2, 3)
-    bound = Weights(b, {"w": module.get_parameter("weight")}).bind(module, (b.input("x"),), (module,))
+    bound = Weights(b, {"w": module.get_parameter("weight")}, module).bind(module, (b.input("x"),), (module,))
     weight = module.weight
     for _ in range(2):
         bound.forward(torch.randn(4, 2), torch.randn(3, 2))
@@ -53,6 +53,6 @@ def test_a_module_that_is_the_function_itself() -> None:
 def test_without_shared_parameters_the_function_is_called_directly() -> None:
     b = ProgramBuilder()
     module = nn.Linear(2, 3)
-    bound = Weights(b, {}).bind(module, (b.input("x"),), (module,))
+    bound = Weights(b, {}, module).bind(module, (b.input("x"),), (module,))
     assert bound.forward is module
     assert bound.parameters == (module.weight, module.bias)

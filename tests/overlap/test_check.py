@@ -149,6 +149,28 @@ def test_a_program_is_checked_once() -> None:
     train_step(chunk, tiny_feeds(1))
 
 
+def test_a_parameter_that_was_frozen_then_is_checked_when_it_trains() -> None:
+    """A frozen parameter that a stage reads leaves no trace in the check."""
+    chunk = chunk_of(lambda m, h: h * m.second)
+    second = chunk.get_parameter("module.second").requires_grad_(False)
+    train_step(chunk, [FEEDS])
+    assert chunk.checked
+    second.requires_grad_()
+    with pytest.raises(ProgramError, match="stage mine reads parameter 'second'"):
+        train_step(chunk, [FEEDS])
+
+
+def test_freezing_in_turn_does_not_check_again_and_again() -> None:
+    chunk = tiny_chunk("M")
+    embedding, gate = chunk.get_parameter("module.embedding"), chunk.get_parameter("module.layers.0.gate")
+    for seen in (False, False, True, True):
+        for parameter in (embedding, gate):
+            parameter.requires_grad_(parameter is not embedding)
+        assert chunk.checked is seen
+        train_step(chunk, tiny_feeds(1))
+        embedding, gate = gate, embedding
+
+
 def test_tiny_programs_pass() -> None:
     for shape in ({"tied": True, "shared": True, "dropout": 0.1}, {"stateful": True, "plain_post": True}):
         check_stages(tiny_chunk("MDM", shape=shape), tiny_feeds(1)[0])

@@ -65,6 +65,43 @@ def test_the_step_count_is_in_the_state_dict() -> None:
     assert differences(*results) == []
 
 
+def test_assigned_parameters_are_bound() -> None:
+    """load_state_dict(assign=True) puts other parameters in place; the program trains these."""
+    chunk, other = (tiny_chunk("MM", shape={"tied": True, "dropout": 0.2}, recompute=uniform(1)) for _ in range(2))
+    train_step(chunk, tiny_feeds(1))
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    old = list(chunk.parameters())
+    chunk.load_state_dict(copy.deepcopy(other.state_dict()), assign=True)
+    assert {id(p) for p in old}.isdisjoint(id(p) for p in chunk.parameters())
+    for one in (chunk, other):
+        one.zero_grad(set_to_none=True)
+        train_step(one, tiny_feeds(2))
+    assert differences(result_of(chunk), result_of(other)) == []
+
+
+def test_a_plain_load_keeps_the_plans() -> None:
+    chunk = tiny_chunk("M")
+    program = chunk.program
+    chunk.load_state_dict(copy.deepcopy(chunk.state_dict()))
+    assert chunk.program is program
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("order", Order.parse("mine", "F.* B.* W.*")), ("delay_wgrad", True), ("module", TinyModel("M"))],
+)
+def test_what_plans_are_made_from_cannot_change(name: str, value: object) -> None:
+    """Such a setting would be without effect."""
+    chunk = tiny_chunk("M")
+    for one in (chunk, copy.deepcopy(chunk)):
+        before = getattr(one, name)
+        with pytest.raises(ConfigError, match=rf"(?s){name}=.*: is read when a ModelChunk is made"):
+            setattr(one, name, value)
+        assert getattr(one, name) is before
+
+
 class Replays:
     """Counts replayed layers per microbatch."""
 

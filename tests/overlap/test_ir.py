@@ -165,6 +165,18 @@ def test_training_follows_parameters_and_values() -> None:
     assert (None, "head") in frozen.trained()
 
 
+def test_training_is_looked_up_at_every_call() -> None:
+    weight, other = Weight(), Weight()
+    trains = program(stage("a", "x", "y", parameters=(weight,)), stage("b", "x", "z", parameters=(other,)))
+    both = trains.trained()
+    weight.requires_grad = False
+    assert trains.trained() == {(None, "b")}
+    weight.requires_grad, other.requires_grad = True, False
+    assert trains.trained() == {(None, "a")}
+    other.requires_grad = True
+    assert trains.trained() is both
+
+
 def test_an_input_that_needs_a_gradient_trains_its_readers() -> None:
     fed = program(stage("a", "x", "y"), stage("b", "y", "z"), inputs=(Input("x", needs_grad=True),))
     assert fed.trained() == {(None, "a"), (None, "b")}

@@ -1,0 +1,105 @@
+"""The same cases with Transformer Engine's layers, in bf16 and in 8 bits, beside torch's."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import asdict, replace
+from statistics import median
+from typing import Any
+
+import torch
+
+from benchmarks.memory.cases import PROXIES, Case, Path, hidden
+from benchmarks.memory.measure import Bench, Measured, timed
+from overlap.backends import load_backend
+from overlap.model.fp8 import Fp8Config
+from recompute import RecomputeConfig
+
+ARMS: dict[str, tuple[str, Fp8Config | None]] = {
+    "torch bf16": ("torch", None),
+    "te bf16": ("te", None),
+    "te fp8 block": ("te", Fp8Config(recipe="block")),  # type: ignore[arg-type]  # takes its text
+    "te fp8 current": ("te", Fp8Config(recipe="current")),  # type: ignore[arg-type]
+}
+ROUNDS = 5
+
+
+class BackendBench(Bench):
+    """A model with a backend's layers.
+
+    Args:
+        proxy: Name of its shape.
+        arm: One of ARMS.
+    """
+
+    def __init__(self, proxy: str, arm: str) -> None:
+        super().__init__(proxy)
+        name, fp8 = ARMS[arm]
+        self.arm = arm
+        load_backend(name, fp8).convert(self._model)
+        for parameter in self._model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def te() -> list[dict[str, Any]]:
+    """Activation peaks and step times per proxy, arm and rule; then steps of all arms in turns."""
+    results: list[Measured] = []
+    for proxy in PROXIES:
+        for arm in ARMS:
+            bench = BackendBench(proxy, arm)
+            for case in _cases(proxy):
+                measured = bench.measure(case)
+                results.append(replace(measured, name=f"{arm}, {measured.name}"))
+                _report(results[-1])
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
+        results += _in_turns(proxy)
+    return [asdict(result) for result in results]
+
+
+def _cases(proxy: str) -> list[Case]:
+    one = RecomputeConfig.uniform(1)
+    return [
+        Case(proxy=proxy),
+        Case(proxy=proxy, recompute=one, path=Path.CONTIGUOUS),
+        Case(proxy=proxy, recompute=one),
+        Case(proxy=proxy, recompute=hidden(one)),
+        Case(proxy=proxy, recompute=one, order="single_queue", delay_wgrad=True),
+        Case(proxy=proxy, recompute=RecomputeConfig.uniform(4)),
+    ]
+
+
+def _in_turns(proxy: str) -> list[Measured]:
+    """Uniform 1, steps of all arms one after another, so that drift hits all alike; memory is not comparable."""
+    case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1))
+    benches = [BackendBench(proxy, arm) for arm in ARMS]
+    steps = [bench.step_of(case) for bench in benches]
+    for step in steps:
+        step()
+        step()
+    times: list[list[float]] = [[] for _ in steps]
+    for number in range(ROUNDS):
+        for place in (*range(number % len(steps), len(steps)), *range(number % len(steps))):
+            times[place].append(timed(steps[place]))
+    results = [
+        Measured(
+            name=f"in turns, {bench.arm}, {case.name}",
+            activation_peak=0.0,
+            reserved=0.0,
+            step=median(t),
+            steps=tuple(t),
+        )
+        for bench, t in zip(benches, times, strict=True)
+    ]
+    for result in results:
+        _report(result)
+    del benches, steps
+    gc.collect()
+    torch.cuda.empty_cache()
+    return results
+
+
+def _report(result: Measured) -> None:
+    line = f"{result.name:80s} peak {result.activation_peak:8.1f} MiB  reserved {result.reserved:8.0f}"
+    print(f"{line}  step {result.step:8.1f} ms", flush=True)

@@ -1,0 +1,139 @@
+"""Layers of the model by Transformer Engine: they take over the parameters of torch's, under the same names.
+
+A copy of a layer makes products of its own: Transformer Engine's modules hold nothing but shapes.
+Legend: N rows sorted by expert, C hidden, E experts, W inner width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from overlap.backends.te_products import GroupedProduct, Product
+from overlap.backends.te_scaling import make_state
+from overlap.dispatch import Arrival, Routing
+from overlap.model.experts import GroupedExperts
+from overlap.model.init import Sliced
+from overlap.model.row_padding import make_padding
+from overlap.model.swiglu import swiglu
+
+
+class TELayer(nn.Module):
+    """Makes its products from its parameters, and again for a copy, another device, or state put in place."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_load_state_dict_post_hook(_bind_again)  # type: ignore[no-untyped-call]  # torch's
+
+    def bind(self) -> None:
+        """Make the products."""
+        raise NotImplementedError
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
+        self.bind()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the products out."""
+        return {name: value for name, value in self.__dict__.items() if not isinstance(value, Product | GroupedProduct)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self.bind()
+
+
+def _bind_again(layer: nn.Module, keys: object) -> None:
+    if isinstance(layer, TELayer):
+        layer.bind()
+
+
+class TELinear(TELayer):
+    """In the place of model.linear.Linear.
+
+    Args:
+        weight: Its parameter, [O, I].
+        recipe: Transformer Engine's recipe, or None.
+    """
+
+    def __init__(self, weight: nn.Parameter, recipe: Any) -> None:
+        super().__init__()
+        self.weight = weight
+        self.recipe = recipe
+        self.scaling = make_state(recipe, 1, weight.device)
+        self.bind()
+
+    def bind(self) -> None:
+        """Make the product."""
+        self._product = Product(self.weight, self.recipe, self.scaling)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        return self._product(self.weight, x)
+
+
+class TEExperts(TELayer, Sliced):
+    """In the place of model.experts.GroupedExperts, whose matrices are [E, I, O]; these are [E, O, I].
+
+    Args:
+        whole: Experts of the layer, over all ranks.
+        held: Those whose weights are here; E of them.
+        gate_up: [E, 2*W, C].
+        down: [E, C, W].
+        recipe: Transformer Engine's recipe, or None.
+        multiple: What the rows of an expert are padded to a multiple of.
+    """
+
+    def __init__(
+        self, whole: int, held: range, gate_up: nn.Parameter, down: nn.Parameter, recipe: Any, multiple: int
+    ) -> None:
+        super().__init__(whole, held)
+        self.gate_up = gate_up
+        self.down = down
+        self.recipe = recipe
+        self.multiple = multiple
+        self.gate_up_scaling = make_state(recipe, len(gate_up), gate_up.device)
+        self.down_scaling = make_state(recipe, len(down), down.device)
+        self.bind()
+
+    def bind(self) -> None:
+        """Make both products."""
+        self._first = GroupedProduct(self.gate_up, self.recipe, self.gate_up_scaling)
+        self._second = GroupedProduct(self.down, self.recipe, self.down_scaling)
+
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+        """Apply each row's expert; arguments and result as GroupedExperts'."""
+        padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
+        inner = self._first(self.gate_up, padding.pad(rows), padding.splits)
+        weighted = swiglu(inner, padding.pad(probs)).to(rows.dtype)
+        return padding.unpad(self._second(self.down, weighted, padding.splits))
+
+
+_ON_HOST: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()
+"""Counts that were read once; an entry goes with its tensor."""
+
+
+def host_counts(counts: Tensor) -> list[int]:
+    """Rows of each expert, on the host.
+
+    The host waits for the device once: a replay and the backward get the arrival that the first pass pinned, with the
+    very tensor that was read there (R7).
+    """
+    known = _ON_HOST.get(counts)
+    if known is None:
+        known = _ON_HOST[counts] = counts.tolist()
+    return known
+
+
+def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int) -> TEExperts:
+    """The same experts: [E, I, O] -> [E, O, I], each matrix contiguous."""
+    with torch.no_grad():
+        gate_up, down = (
+            nn.Parameter(weight.transpose(1, 2).contiguous(), requires_grad=weight.requires_grad)
+            for weight in (experts.gate_up, experts.down)
+        )
+    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple)

@@ -1,0 +1,67 @@
+"""Clip gradients by their norm over all ranks: each element counts once, wherever it lies and however often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from overlap.chunk import ModelChunk
+from overlap.parallel.experts import expert_parameters
+from overlap.parallel.world import World
+
+_TINY = 1e-6
+"""As torch.nn.utils.clip_grad_norm_ adds to the norm."""
+
+
+def clip_gradients(chunk: ModelChunk, max_norm: float) -> Tensor:
+    """Scale all gradients so that their global 2-norm is at most `max_norm`; the same factor on every rank. Collective.
+
+    Args:
+        chunk: Its gradients are reduced already.
+        max_norm: Above 0.
+
+    Returns:
+        The norm before, a scalar.
+    """
+    if chunk.world.groups is None:
+        return torch.nn.utils.clip_grad_norm_(chunk.parameters(), max_norm)
+    norm = global_norm(chunk).float()
+    factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
+    for parameter in chunk.parameters():
+        if parameter.grad is not None:
+            chunk.parallel.local(parameter.grad).mul_(factor)
+    return norm
+
+
+def global_norm(chunk: ModelChunk) -> Tensor:
+    """The 2-norm of all gradients of the job, float32 or wider.
+
+    Every rank gives the squares of what it holds, weighted by one over the ranks that hold the same.
+    """
+    experts, world = expert_parameters(chunk.module), chunk.world
+    squares = torch.zeros((), dtype=torch.float64, device=world.device)
+    for parameter in chunk.parameters():
+        if parameter.grad is not None:
+            holders = world.layout.expert_data if id(parameter) in experts else world.layout.data
+            held = chunk.parallel.local(parameter.grad)
+            squares += _square(held) / (holders if held is parameter.grad else 1)
+    for group in _groups(world):
+        world.collectives.record("all_reduce", "gradient norm", squares)
+        dist.all_reduce(squares, group=group)
+    return squares.sqrt()
+
+
+def _square(gradient: Tensor) -> Tensor:
+    # wide enough that how the elements are split over ranks does not show in the factor
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+    return norm.square()
+
+
+def _groups(world: World) -> Iterable[dist.ProcessGroup]:
+    """Over which to add up: the ranks of a pipeline stage, then the stages."""
+    yield world.data_group
+    if world.layout.pp > 1:
+        yield world.formed.pp

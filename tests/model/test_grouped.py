@@ -1,0 +1,69 @@
+"""Grouped products: weight gradients that are added in pieces."""
+
+from __future__ import annotations
+
+import copy
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+
+from overlap import ModelChunk, train_step
+from overlap.model import Decoder, GroupedExperts, ModelConfig
+from overlap.model.grouped import _piece_width, grouped_mm_wgrad, grouped_mm_wgrad_add
+from recompute import RecomputeConfig
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("counts", "covers"), [([3, 0, 4], True), ([2, 1, 0], False)])
+def test_added_has_the_bits_of_the_whole_added(counts: list[int], covers: bool, dtype: torch.dtype) -> None:
+    x, grad, into = torch.randn(7, 8, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.randn(3, 8, 4, dtype=dtype)
+    sizes = torch.tensor(counts)
+    expected = into + grouped_mm_wgrad(x, grad, sizes, covers)
+    grouped_mm_wgrad_add(into, x, grad, sizes, covers)
+    assert torch.equal(into, expected)
+
+
+def test_counts_are_checked() -> None:
+    with pytest.raises(ValueError, match="sum to 3 for 4 rows"):
+        grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), torch.tensor([1, 2]), True)
+
+
+@pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 768), (1, 96 * 2**20), (2**30, 256)])
+def test_pieces_are_whole_tiles_below_96_mib(column_bytes: int, width: int) -> None:
+    assert _piece_width(column_bytes) == width
+
+
+@pytest.mark.parametrize("delay", [False, True])
+def test_a_step_makes_no_expert_gradient_whole(delay: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second microbatch on, and from the first where `.grad` is there already."""
+    whole = []
+
+    def counted(*args: object) -> torch.Tensor:
+        whole.append(args)
+        gradient: torch.Tensor = grouped_mm_wgrad(*args)
+        return gradient
+
+    monkeypatch.setattr(import_module("overlap.model.linear"), "grouped_mm_wgrad", counted)
+    config = ModelConfig(layers=2)
+    chunk = ModelChunk(Decoder(config), recompute=RecomputeConfig.uniform(1), delay_wgrad=delay)
+    tokens = torch.randint(config.vocab, (3, 1, 9), generator=torch.Generator().manual_seed(0))
+    feeds = [{"ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
+    kept = copy.deepcopy(chunk)
+    train_step(chunk, feeds)
+    weights = 2 * config.layers
+    assert len(whole) == weights, "the first microbatch's"
+    train_step(chunk, feeds)
+    assert len(whole) == weights
+    experts = [module for module in kept.modules() if isinstance(module, GroupedExperts)]
+    for module in experts:
+        _watch(module)
+    whole.clear()
+    train_step(kept, feeds)
+    assert len(whole) == weights * len(feeds), "hooks see them whole"
+
+
+def _watch(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.register_hook(lambda gradient: None)

@@ -1,0 +1,88 @@
+"""Data parallelism beside expert parallelism: which group reduces what, and what the sum is divided by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from overlap.parallel.attach import DataSettings, make_parallel
+from overlap.step import train_step
+from overlap.verify import compare
+from recompute import ConfigError, RecomputeConfig
+from recompute.config import Replay
+from tests.distributed.ranks import RankPool
+from tests.parallel.models import (
+    experts_of_all,
+    feeds_of,
+    gradients,
+    parallel_chunk,
+    small_chunk,
+    verify_parallel,
+    world_of,
+)
+
+pytestmark = pytest.mark.distributed
+HIDDEN = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
+
+
+def beside_experts(ep: int, fsdp: bool) -> dict[str, object]:
+    """Bits against the reference, and largest difference to the same step without expert parallelism."""
+    world = world_of(ep=ep)
+    data = DataSettings(fsdp=fsdp)
+    chunk = small_chunk(world=world, recompute=HIDDEN, delay_wgrad=True)
+    verdict = verify_parallel(world, data, chunk)
+    found, wanted = [], parallel_chunk(world_of(), DataSettings(), {"dtype": "float64"})
+    train_step(wanted, feeds_of(world.rank, 2))
+    split = parallel_chunk(world, data, {"dtype": "float64"}, recompute=HIDDEN)
+    train_step(split, feeds_of(world.rank, 2))
+    whole = experts_of_all(split, gradients(split))
+    for name, gradient in gradients(wanted).items():
+        assert gradient is not None
+        found.append(float((whole[name] - gradient).abs().max()))
+    return {"equal": verdict.equal, "worst": max(found), "compared": len(found)}
+
+
+@pytest.mark.parametrize(("size", "ep", "fsdp"), [(2, 2, False), (2, 2, True), (4, 2, False), (4, 2, True)])
+def test_gradients_are_those_without_expert_parallelism(ranks: RankPool, size: int, ep: int, fsdp: bool) -> None:
+    """An expert's gradient holds the tokens of all ranks that it serves, so it is divided by all data ranks too."""
+    for found in ranks(size, beside_experts, ep, fsdp):
+        assert found["equal"]
+        assert found["compared"] == len(list(small_chunk().parameters()))
+        assert float(str(found["worst"])) < 1e-13
+
+
+def wide_types() -> tuple[bool, tuple[str, ...]]:
+    world = world_of(ep=2)
+    chunk = small_chunk({"dtype": "bfloat16"}, world, recompute=HIDDEN)
+    data = DataSettings(fsdp=True, reduce_dtype=torch.float32)
+    kept = DataSettings(fsdp=True, reduce_dtype=torch.float32, keep_together=True)
+    chunks = [parallel_chunk(world, settings, {"dtype": "bfloat16"}, recompute=HIDDEN) for settings in (data, kept)]
+    for one in chunks:
+        train_step(one, feeds_of(world.rank, 2))
+    return verify_parallel(world, data, chunk).equal, compare(gradients(chunks[0]), gradients(chunks[1])).different
+
+
+def test_shards_in_bfloat16_and_parameters_kept_together(ranks: RankPool) -> None:
+    assert ranks(4, wide_types) == [(True, ())] * 4
+
+
+def odd_rows() -> str:
+    world = world_of(ep=2)
+    try:
+        make_parallel(small_chunk({"expert_width": 7}, world), DataSettings(fsdp=True))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_rows_of_experts_that_do_not_divide_are_refused(ranks: RankPool) -> None:
+    assert all("rows of an expert matrix" in text for text in ranks(4, odd_rows))
+
+
+def test_one_process_is_left_as_it_is() -> None:
+    chunk = small_chunk()
+    before = chunk.parallel
+    assert make_parallel(chunk, DataSettings()) is chunk
+    assert chunk.parallel is before
+    with pytest.raises(ConfigError, match="several data ranks"):
+        make_parallel(chunk, DataSettings(fsdp=True))

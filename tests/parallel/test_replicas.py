@@ -1,0 +1,217 @@
+"""Averaging gradients over replicas: bitwise what the same buckets give after plain backward, and overlapped."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from overlap.parallel import replicas
+from overlap.parallel.attach import DataSettings, make_parallel
+from overlap.parallel.buckets import Bucket, Pending, start_reduction
+from overlap.parallel.fsdp import ParameterGroup
+from overlap.parallel.moments import last_gradients
+from overlap.parallel.world import World
+from overlap.reference import reference_step
+from overlap.step import train_step
+from overlap.verify import compare
+from recompute import RecomputeConfig
+from recompute.config import Replay
+from tests.distributed.ranks import RankPool
+from tests.parallel.models import (
+    GIVES_GRADIENTS,
+    Order,
+    feeds_of,
+    gradients,
+    parallel_chunk,
+    small_chunk,
+    verify_parallel,
+    world_of,
+)
+
+pytestmark = pytest.mark.distributed
+HIDDEN = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
+SMALL = DataSettings(bucket_bytes=4000)
+WIDE = DataSettings(bucket_bytes=4000, reduce_dtype=torch.float32)
+
+
+def every_setting() -> dict[str, bool]:
+    world = world_of()
+    verdicts = {}
+    for recompute, delayed in ((RecomputeConfig.none(), False), (HIDDEN, True)):
+        chunk = small_chunk({"mtp": 1, "tied": True}, recompute=recompute, delay_wgrad=delayed, world=world)
+        verdicts[f"{recompute.method}"] = verify_parallel(world, SMALL, chunk).equal
+    chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True, world=world)
+    verdicts["bfloat16"] = verify_parallel(world, WIDE, chunk).equal
+    return verdicts
+
+
+def too_early() -> tuple[str, ...]:
+    """A control: buckets are reduced before their last gradient is there."""
+    world = world_of()
+
+    def early(plan: Any) -> Any:
+        return {key: max(place - 8, 0) for key, place in last_gradients(plan).items()}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "last_gradients", early)
+        return verify_parallel(world, SMALL, small_chunk(recompute=HIDDEN, world=world)).gradients.different
+
+
+def test_the_overlapped_step_is_the_reference_with_the_same_buckets(ranks: RankPool) -> None:
+    for verdicts in ranks(2, every_setting):
+        assert verdicts == dict.fromkeys(verdicts, True)
+        assert len(verdicts) == 3
+
+
+def test_a_bucket_reduced_too_early_is_seen(ranks: RankPool) -> None:
+    assert all(ranks(2, too_early))
+
+
+def average_of_own_gradients() -> float:
+    """Largest difference to the mean over ranks of what each computes alone."""
+    world = world_of()
+    alone = small_chunk({"dtype": "float64"})
+    reference_step(alone, feeds_of(world.rank, 2))
+    together = parallel_chunk(world, DataSettings(), {"dtype": "float64"}, recompute=HIDDEN)
+    train_step(together, feeds_of(world.rank, 2))
+    worst = 0.0
+    for own, found in zip(gradients(alone).values(), gradients(together).values(), strict=True):
+        assert own is not None
+        assert found is not None
+        dist.all_reduce(own, group=world.data_group)
+        worst = max(worst, float((own / world.size - found).abs().max()))
+    return worst
+
+
+def test_gradients_are_the_mean_over_ranks(ranks: RankPool) -> None:
+    assert max(ranks(3, average_of_own_gradients)) < 1e-15
+
+
+def when_reductions_begin() -> tuple[list[str], list[int]]:
+    """The order of slots and of buckets' starts in a step; per bucket, how many of its gradients come after it."""
+    world = world_of()
+    chunk = parallel_chunk(world, SMALL, recompute=HIDDEN, delay_wgrad=True)
+    order, late = Order(), []
+    bucket_of = {}
+
+    def start(bucket: Bucket) -> Pending:
+        order.log.append("reduce")
+        bucket_of[len(order.log) - 1] = bucket
+        return start_reduction(bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "start_reduction", start)
+        train_step(chunk, feeds_of(world.rank, 2), observers=(order,))
+    stages = {stage.label: stage.key for stage in chunk.program.stages}
+    for place, bucket in bucket_of.items():
+        # the observer sees a slot's end behind the buckets that it completes
+        after = [text.split() for text in order.log[place:] if text != "reduce"][1:]
+        late.append(sum(op[0] in GIVES_GRADIENTS and stages[label] in bucket.stages for op, label in after))
+    return order.log, late
+
+
+def test_each_bucket_is_reduced_once_when_its_last_gradient_is_there(ranks: RankPool) -> None:
+    """Rows 55 and 59: a delayed weight gradient comes in a W slot; earlier microbatches reduce nothing."""
+    (log, late), (other, _) = ranks(2, when_reductions_begin)
+    assert log == other
+    assert set(late) == {0}
+    first, last = log.index("reduce"), len(log) - 1 - log[::-1].index("reduce")
+    assert log.count("reduce") == len(late) > 3
+    # overlapped: most of the last backward comes after the first reduction
+    assert sum(text[0] in "BWR" for text in log[first:last]) > 10
+    assert not any(text.startswith(("B0", "W0")) for text in log[first:])
+
+
+def accumulated() -> dict[str, tuple[str, ...]]:
+    """Row 57: two calls of two microbatches against one of four; reductions before the last call."""
+    world = world_of()
+    found = {}
+    for name, data in (("replicas", SMALL), ("sharded", DataSettings(fsdp=True))):
+        feeds = feeds_of(world.rank, 4)
+        once = parallel_chunk(world, data, recompute=HIDDEN)
+        train_step(once, feeds)
+        for step in (train_step, reference_step):
+            twice = parallel_chunk(world, data, recompute=HIDDEN)
+            step(twice, feeds[:2], 2, last=False)
+            twice.steps_done = 0
+            step(twice, feeds[2:], 2)
+            found[f"{name} {step.__name__}"] = compare(gradients(once), gradients(twice)).different
+    return found
+
+
+def test_several_calls_accumulate_and_reduce_once(ranks: RankPool) -> None:
+    for found in ranks(2, accumulated):
+        assert found == dict.fromkeys(found, ())
+        assert len(found) == 4
+
+
+def frozen(fsdp: bool) -> dict[str, object]:
+    world = world_of()
+    chunk = small_chunk(recompute=HIDDEN, world=world)
+    for name, parameter in chunk.module.named_parameters():
+        parameter.requires_grad_(name.startswith(("layers.1.", "layers.2.attn.norm", "layers.0.attn.norm")))
+    trained = [name for name, parameter in chunk.module.named_parameters() if parameter.requires_grad]
+    verdict = verify_parallel(world, DataSettings(fsdp=fsdp), chunk)
+    again = make_parallel(chunk, DataSettings(fsdp=fsdp))
+    train_step(again, feeds_of(world.rank, 2))
+    return {"equal": verdict.equal, "right": [n for n, grad in gradients(again).items() if grad is not None] == trained}
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_frozen_parameters_take_no_part(ranks: RankPool, fsdp: bool) -> None:
+    assert ranks(2, frozen, fsdp, timeout=10.0) == [{"equal": True, "right": True}] * 2
+
+
+LOST = "layers.1.attn.norm.weight"
+
+
+def lost_on_rank_0(fsdp: bool) -> tuple[Any, Any]:
+    """A parameter gets a gradient on rank 1 only: its gradient over the ranks, and what this rank alone computes."""
+    world = world_of()
+    alone = small_chunk()
+    reference_step(alone, feeds_of(world.rank, 1))
+    chunk = parallel_chunk(world, DataSettings(fsdp=fsdp))
+    original = ParameterGroup.backward_done
+
+    def reduce(bucket: Bucket) -> Pending:
+        lose(world, dict(chunk.module.named_parameters())[LOST])
+        return start_reduction(bucket)
+
+    def backward_done(self: Any, *args: Any, **kw: Any) -> None:
+        if self.name == "layers.1":
+            lose(world, dict(chunk.module.named_parameters())[LOST])
+        original(self, *args, **kw)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(replicas, "start_reduction", reduce)
+        patch.setattr(ParameterGroup, "backward_done", backward_done)
+        train_step(chunk, feeds_of(world.rank, 1))
+    return gradients(chunk)[LOST], gradients(alone)[LOST]
+
+
+def lose(world: World, parameter: Any) -> None:
+    if world.rank == 0:
+        parameter.grad = None
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_a_gradient_missing_on_one_rank_does_not_hang(ranks: RankPool, fsdp: bool) -> None:
+    """Row 59: what a rank sends follows from the plan, so it takes part with zeros."""
+    (found, _), (other, own) = ranks(2, lost_on_rank_0, fsdp, timeout=10.0)
+    assert torch.equal(found, own / 2)
+    assert torch.equal(other, own / 2)
+
+
+def test_a_parallel_chunk_is_not_copied(ranks: RankPool) -> None:
+    assert ranks(2, copied) == ["cannot be copied", "cannot be copied"]
+
+
+def copied() -> str:
+    import copy
+
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(parallel_chunk(world_of(), SMALL))
+    return "cannot be copied"
