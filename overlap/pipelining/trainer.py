@@ -16,6 +16,7 @@ from overlap.engine import Feeds
 from overlap.model.experts import GroupedExperts
 from overlap.model.router import update_expert_bias
 from overlap.parallel.agree import gather
+from overlap.parallel.counters import share_logged_losses
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.step import train_pipeline
 from overlap.training.trainer import StepReport
@@ -62,6 +63,7 @@ class PipelineTrainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         for chunk in self.pipeline.chunks:
+            share_logged_losses(chunk, world)
             update_expert_bias(chunk, world)
         seconds = time.perf_counter() - begin
         # a layer's own losses are named after the layer
