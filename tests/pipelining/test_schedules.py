@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from overlap.pipeline_model.torch_lists import make_schedule
 from overlap.pipelining import compat
 from overlap.pipelining.in_flight import in_flight
 from overlap.pipelining.layout import PipelineLayout, make_layout
@@ -120,3 +121,17 @@ def test_microbatches_in_flight() -> None:
 def test_losses_are_no_loss_function() -> None:
     with pytest.raises(ValueError, match="last virtual stage"):
         no_loss()
+
+
+@pytest.mark.parametrize("kind", ScheduleKind)
+@pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (3, 6), (4, 8), (2, 7)])
+def test_the_simulated_pipeline_is_the_one_that_runs(kind: ScheduleKind, pp: int, microbatches: int) -> None:
+    layout = layout_of(kind, pp, 2)
+    if microbatches % max(1, microbatches // pp) and kind is ScheduleKind.INTERLEAVED:
+        microbatches += 1
+    orders = make_orders(kind, layout, microbatches)
+    runs = [
+        tuple(tuple(map(str, a.sub_actions or (a,))) for a in actions if a is not None) for actions in orders.values()
+    ]
+    simulated = make_schedule(str(kind), pp, layout.vpp, microbatches)
+    assert runs == [tuple(tuple(map(str, step)) for step in steps) for steps in simulated.ranks]
