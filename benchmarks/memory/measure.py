@@ -218,7 +218,7 @@ def timed(step: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0) -> list[Feeds]:
+def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0, batch: int = 1) -> list[Feeds]:
     """The microbatches of one step, each a sequence of `seq` tokens."""
     generator = torch.Generator().manual_seed(seed)
 
