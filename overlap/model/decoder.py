@@ -229,7 +229,8 @@ class Decoder(nn.Module):
         for depth in range(1, self.config.mtp + 1):
             module = cast("MTPDepth", self.mtp[0 if self.config.mtp_repeat else depth - 1])
             opening = self.head.norm if depth == 1 and self.config.mhc is None else nn.Identity()
-            with b.layer(self.config.layers + depth - 1, mtp=True):
+            number = self.config.layers + depth - 1
+            with b.layer(number, mtp=True, context=self.backend.context(number, self.config.layers)):
                 reads = (state, feeds["ids"], weights.value(self._late), *tokens)
                 state, output = module.build(b, weights, MTPEntry(module, depth, opening), reads)
             outputs.append(output)
