@@ -211,7 +211,7 @@ class ProgramBuilder:
         """Check the stages and return them as a Program.
 
         Raises:
-            ProgramError: See ir.check_program.
+            ProgramError: See declarations.check_program.
         """
         return Program(
             stages=(*self._weights(), *self._stages),

@@ -18,7 +18,19 @@ PURE = (
     *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
     *(
         f"overlap.{name}"
-        for name in ("builder", "chain", "clocks", "costs", "errors", "expand", "hidden", "ir", "keeping", "lower")
+        for name in (
+            "builder",
+            "chain",
+            "clocks",
+            "costs",
+            "declarations",
+            "errors",
+            "expand",
+            "hidden",
+            "ir",
+            "keeping",
+            "lower",
+        )
     ),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     "overlap.parallel.layout",
