@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from overlap import ModelChunk, get_order
 from overlap.backends import load_backend
@@ -78,7 +79,13 @@ def layers_of(made: Any) -> Any:
 @section
 def versions() -> None:
     te, tex = import_module("transformer_engine.pytorch"), import_module("transformer_engine_torch")
-    say("torch", torch.__version__, "cuda", torch.version.cuda, "cudnn", torch.backends.cudnn.version())
+    say("torch", torch.__version__, "cuda", torch.version.cuda)
+    try:
+        say("cudnn", torch.backends.cudnn.version())
+    except RuntimeError as error:
+        # The loaded one is older than the one torch was compiled with.
+        say("cudnn", error)
+    say("cudnn as Transformer Engine sees it", import_module("transformer_engine.pytorch.utils").get_cudnn_version())
     say("transformer_engine", import_module("transformer_engine").__version__, "cublasLt", tex.get_cublasLt_version())
     for name in ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"):
         say(name, getattr(te, name)(return_reason=True))
@@ -164,22 +171,52 @@ def _attention(module: Any, config: ModelConfig, what: str) -> None:
         return torch.randn(2, heads, 256, last, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
 
     inputs = (draw(config.heads, width), draw(kv_heads, width), draw(kv_heads, value_width))
-    runs = []
-    for _ in range(2):
-        torch.cuda.manual_seed(3)
-        with torch.no_grad():
-            first = core(*inputs, config.attention_dropout, None)
-        torch.cuda.manual_seed(3)
-        y = core(*inputs, config.attention_dropout, None)
-        y.backward(torch.ones_like(y))
-        runs.append((first, y.detach(), *(x.grad for x in inputs)))
-        for x in inputs:
-            x.grad = None
-    same = [same_bits(a, b) for a, b in zip(*runs, strict=True)]
-    say(what, "reproduces output, gradients:", same, "replay equals first pass:", same_bits(runs[0][0], runs[0][1]))
-    if config.attention_dropout == 0:
-        want = module.CoreAttention()(*inputs, 0.0, None)
-        say("largest difference to torch", float((runs[0][1] - want).abs().max()), "shape", tuple(want.shape))
+    # The same numbers as transposed views of contiguous [B, S, H, d], as the model's own kernels write them.
+    views = tuple(x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in inputs)
+    state = torch.cuda.get_rng_state()
+    strided, packed = (_attention_runs(core, leaves, config.attention_dropout) for leaves in (inputs, views))
+    for name, runs in (("strided", strided), ("packed", packed)):
+        same = [same_bits(a, b) for a, b in zip(*runs, strict=True)]
+        say(what, name, "reproduces output, gradients:", same, "replay equals:", same_bits(runs[0][0], runs[0][1]))
+    chosen = import_module("transformer_engine.pytorch.attention.dot_product_attention.dot_product_attention")
+    names = ("use_flash_attention", "use_fused_attention", "fused_attention_backend", "use_unfused_attention")
+    say("chosen:", {name: str(chosen._attention_backends.get(name)) for name in names})
+    check("any strides are the same", all(same_bits(a, b) for a, b in zip(strided[0], packed[0], strict=True)))
+    if config.attention_dropout:
+        return
+    torch.cuda.set_rng_state(state)
+    with torch.no_grad():
+        core(*inputs, 0.0, None)
+    check("the generator stands still", torch.equal(torch.cuda.get_rng_state(), state))
+    for kind in (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH):
+        try:
+            with sdpa_kernel(kind):
+                want = _attention_run(module.CoreAttention(), inputs, 0.0)
+        except RuntimeError as error:
+            # The fused one takes no shared heads; the last one takes everything.
+            say("torch's", kind.name, "refuses:", str(error).splitlines()[0])
+            continue
+        apart = [float((a.float() - b.float()).abs().max()) for a, b in zip(strided[0], want, strict=True)]
+        say("largest difference to torch", kind.name, "output, gradients:", apart[1:])
+    check("output is torch's but for rounding", apart[1] < 0.1)
+    check("gradients are torch's but for rounding", max(apart[2:]) < 0.5)
+
+
+def _attention_runs(core: Any, inputs: tuple[Tensor, ...], dropout: float) -> list[tuple[Any, ...]]:
+    return [_attention_run(core, inputs, dropout) for _ in range(2)]
+
+
+def _attention_run(core: Any, inputs: tuple[Tensor, ...], dropout: float) -> tuple[Any, ...]:
+    torch.cuda.manual_seed(3)
+    with torch.no_grad():
+        first = core(*inputs, dropout, None)
+    torch.cuda.manual_seed(3)
+    y = core(*inputs, dropout, None)
+    y.backward(torch.ones_like(y))
+    gradients = tuple(x.grad for x in inputs)
+    for x in inputs:
+        x.grad = None
+    return first, y.detach(), *gradients
 
 
 @section
