@@ -12,6 +12,7 @@ from typing import Any
 
 from overlap.errors import ProgramError
 from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
+from recompute.modules import RecomputeModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +114,7 @@ class ProgramBuilder:
         draws_rng: bool = False,
         parameters: Iterable[Trainable] = (),
         context: Callable[[], AbstractContextManager[object]] | None = None,
+        inner: Iterable[RecomputeModule] = (),
     ) -> tuple[Value, ...]:
         """Add a stage of the compute lane; the arguments are the fields of ir.Stage.
 
@@ -130,6 +132,7 @@ class ProgramBuilder:
             draws_rng: Whether `forward` draws random numbers in training.
             parameters: Parameters that `forward` reads.
             context: Precision context to enter around `forward`; None: the layer's.
+            inner: Parts that `forward` calls through recompute.inner.rebuild.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -151,6 +154,7 @@ class ProgramBuilder:
             draws_rng=draws_rng,
             parameters=tuple(parameters),
             context=self._context if context is None else context,
+            inner=frozenset(inner),
         )
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)

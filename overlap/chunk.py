@@ -19,8 +19,10 @@ from overlap.parallel.data import Alone, DataParallel
 from overlap.parallel.world import SOLO, World
 from overlap.plan import Planner, segments_of
 from overlap.scale import LossScale, PerMicrobatch
-from recompute.config import RecomputeConfig, Replay
+from overlap.selective import check_modules
+from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
+from recompute.keep import HOST_ONLY, Sharded, Stores
 
 _FIXED = frozenset({"module", "order", "delay_wgrad"})
 """What a chunk's program and plans are made from, once."""
@@ -44,10 +46,11 @@ class ModelChunk(nn.Module):
         seed: The run's seed; with `steps_done` it decides every draw.
         loss_scale: How the losses of a step's microbatches are weighted.
         lanes: Where issues run.
+        shards: The ranks over which a config with keep="sharded" cuts its segment inputs.
         world: This rank among the ranks that train the model.
 
     Raises:
-        ConfigError: float16 parameters; `recompute` is no config.
+        ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have.
         ScheduleError: The order does not fit the program.
     """
 
@@ -61,6 +64,7 @@ class ModelChunk(nn.Module):
         seed: int = 0,
         loss_scale: LossScale = PerMicrobatch(),  # noqa: B008 (frozen)
         lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
+        shards: Sharded | None = None,
         world: World = SOLO,
     ) -> None:
         super().__init__()
@@ -85,7 +89,11 @@ class ModelChunk(nn.Module):
         """What keeps replicas in step; parallel.attach.make_parallel() sets it."""
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
+        self.shards = shards
         self._bind()
+        for config in configs:
+            check_modules(self.program, config)
+        _check_shards(configs, shards)
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
@@ -158,10 +166,17 @@ class ModelChunk(nn.Module):
             "microbatches": num_microbatches,
             "segments": tuple(str([s.layers for s in segments_of(program, config)]) for config in configs),
             "replay": tuple(str(config.replay) for config in configs),
+            "recompute_modules": tuple(",".join(config.modules) for config in configs),
+            "keep": tuple(str(config.keep) for config in configs),
             "order": self.order.name,
             "delay_wgrad": self.delay_wgrad,
             "loss_scale": repr(self.loss_scale),
         }
+
+    @property
+    def stores(self) -> Stores:
+        """Where segment inputs may wait."""
+        return HOST_ONLY if self.shards is None else {**HOST_ONLY, Keep.SHARDED: self.shards}
 
     @property
     def device(self) -> torch.device:
@@ -183,3 +198,17 @@ class ModelChunk(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()
+
+
+def _check_shards(configs: Sequence[RecomputeConfig], shards: Sharded | None) -> None:
+    """Sharded inputs need ranks, and ranks need sharded inputs.
+
+    Raises:
+        ConfigError: One is there without the other.
+    """
+    sharded = any(config.keep is Keep.SHARDED for config in configs)
+    if sharded and shards is None:
+        rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
+        raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
+    if shards is not None and not sharded:
+        raise ConfigError(field="shards", value=shards, rule="has no effect unless a config has keep='sharded'")

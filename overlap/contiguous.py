@@ -19,7 +19,7 @@ from overlap.ir import Effect, Program, Stage
 from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.step import Losses, apply_effects, check_feeds
-from recompute.checkpoint import LayerResult, checkpoint_layers
+from recompute.checkpoint import LayerResult, check_contiguous, checkpoint_layers
 from recompute.config import RecomputeConfig, Replay
 from recompute.precision import Precision, capture_precision, no_autocast
 
@@ -30,9 +30,12 @@ def contiguous_step(
     """Forward and backward of all microbatches; arguments and results as train_step's.
 
     Raises:
+        ConfigError: A config names modules, or keeps segment inputs elsewhere.
         ProgramError: A layer reads more than its input, or the stages after the layers do.
     """
     check_feeds(chunk.program, microbatches)
+    for config in chunk.configs(len(microbatches)):
+        check_contiguous(config)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
     states = [MicrobatchState(number, feeds, scale) for number, feeds in enumerate(microbatches)]

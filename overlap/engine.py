@@ -18,6 +18,8 @@ from overlap.lanes import Lanes
 from overlap.lower import Event, Issue, Key, Piece, Plan
 from recompute import rng, state
 from recompute.errors import RecomputeError
+from recompute.inner import rebuilding
+from recompute.keep import HOST_ONLY, Store, Stores, fetch, park
 from recompute.precision import Precision
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
@@ -79,6 +81,7 @@ class Engine:
         delay_wgrad: Whether the plans hold W slots for all stages with `wgrad`: their graphs leave the weights out,
             so that no hook of a weight fires before its gradient is there.
         observers: Watch the step.
+        stores: Where segment inputs may wait for their replay.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class Engine:
         precision: Precision | None = None,
         delay_wgrad: bool = False,
         observers: Sequence[Observer] = (),
+        stores: Stores = HOST_ONLY,
     ) -> None:
         self._lanes = lanes
         self._run_seed = run_seed
@@ -99,6 +103,7 @@ class Engine:
         self._precision = precision
         self._delay_wgrad = delay_wgrad
         self._observers = tuple(observers)
+        self._stores = stores
 
     def run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
         """Run every issue of a plan.
@@ -164,7 +169,8 @@ class Engine:
         stage, values = issue.stage, owner.values
         inputs = [values[key] for key in issue.reads]
         late = self._delay_wgrad and stage.wgrad and issue.records
-        if contexts or late or stage.draws_rng or stage.context is not None or self._precision is not None:
+        plain = not contexts and not late and not stage.draws_rng and not issue.parts
+        if not plain or stage.context is not None or self._precision is not None:
             with ExitStack() as stack:
                 for context in (*contexts, *self._contexts(issue, owner)):
                     stack.enter_context(context)
@@ -179,15 +185,18 @@ class Engine:
         return outputs
 
     def _contexts(self, issue: Issue, owner: MicrobatchState) -> list[AbstractContextManager[object]]:
-        contexts: list[AbstractContextManager[object]] = []
+        makers: list[Callable[[], AbstractContextManager[object]]] = []
         if self._precision is not None:
-            contexts.append(self._precision())
+            makers.append(self._precision)
         if issue.stage.context is not None:
-            contexts.append(issue.stage.context())
+            makers.append(issue.stage.context)
+        if self._delay_wgrad and issue.stage.wgrad and issue.records:
+            makers.append(weights_left_out)
+        contexts = [make() for make in makers]
         if issue.stage.draws_rng:
             contexts.append(self._draws(issue, owner))
-        if self._delay_wgrad and issue.stage.wgrad and issue.records:
-            contexts.append(weights_left_out())
+        if issue.parts:
+            contexts.append(rebuilding(issue.parts, makers))
         return contexts
 
     def _draws(self, issue: Issue, owner: MicrobatchState) -> AbstractContextManager[None]:
@@ -247,6 +256,18 @@ class Engine:
             tape.backward(gradients)
         return tape.take_gradients(issue.tracked)
 
+    def _store(self, issue: Issue, owner: MicrobatchState) -> None:
+        self._transfer(issue, owner, park)
+
+    def _load(self, issue: Issue, owner: MicrobatchState) -> None:
+        self._transfer(issue, owner, fetch)
+
+    def _transfer(self, issue: Issue, owner: MicrobatchState, move: Callable[[Any, Store], Any]) -> None:
+        store = self._stores[issue.keep]
+        for source, target in zip(issue.reads, issue.writes, strict=True):
+            if target is not None:
+                owner.values[target] = move(owner.values[source], store)
+
     def _wgrad(self, issue: Issue, owner: MicrobatchState) -> None:
         collector, weight_values = owner.pending.pop(issue.stage.key)
         for weight, gradient in collector.drain_each():
@@ -268,6 +289,8 @@ _HANDLERS: dict[Op, Callable[[Engine, Issue, MicrobatchState], None]] = {
     Op.REPLAY: lambda engine, issue, owner: engine._replay(issue, owner),
     Op.BACKWARD: lambda engine, issue, owner: engine._backward(issue, owner),
     Op.WGRAD: lambda engine, issue, owner: engine._wgrad(issue, owner),
+    Op.STORE: lambda engine, issue, owner: engine._store(issue, owner),
+    Op.LOAD: lambda engine, issue, owner: engine._load(issue, owner),
 }
 
 

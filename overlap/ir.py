@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from overlap.errors import ProgramError, ScheduleError
+from recompute.modules import RecomputeModule
 
 StageKey = tuple[int | None, str]
 """(layer, stage name); layer None: a stage of the chunk outside any layer, as `embed` and `head`."""
@@ -29,6 +30,8 @@ class Lane(Enum):
     COMPUTE = "compute"
     COMM = "comm"
     P2P = "p2p"
+    COPY = "copy"
+    """Segment inputs on their way off the device and back."""
 
 
 class Op(StrEnum):
@@ -44,12 +47,16 @@ class Op(StrEnum):
     """Gradients of the inputs and, unless delayed, of the weights."""
     WGRAD = "W"
     """The delayed weight gradients."""
+    STORE = "S"
+    """Segment inputs that the stage wrote leave the device."""
+    LOAD = "L"
+    """They return, before the replay that reads them."""
     CALL = "X"
     """A call outside the model (a hook of the driver)."""
 
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-_SLOT = re.compile(rf"([FNRBWX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
+_SLOT = re.compile(rf"([FNRBWSLX])(\d+)(?:\.(\d+))?\.({_NAME.pattern})", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +155,8 @@ class Stage:
     parameters: tuple[Trainable, ...] = ()
     context: Callable[[], AbstractContextManager[object]] | None = None
     """Entered around `forward` in the first pass and in the replay alike (precision, R15)."""
+    inner: frozenset[RecomputeModule] = frozenset()
+    """Parts that `forward` can rebuild in its backward: it calls them through recompute.inner.rebuild."""
 
     @property
     def key(self) -> StageKey:

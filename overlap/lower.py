@@ -10,8 +10,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 
+from overlap.clocks import NOTHING, Clocks, Past, View
 from overlap.ir import WEIGHTS, Lane, Op, Program, Schedule, Slot, Stage, StageKey
+from overlap.keeping import LOADED, STORED, generation, home, lets_go, paces, stored_writes, writer
 from overlap.side import Side, Sides, stages_of
+from recompute.config import Keep
+from recompute.modules import RecomputeModule
 
 Key = tuple[str, int]
 """A value of a microbatch: (name, generation)."""
@@ -41,12 +45,20 @@ class Issue:
     """N: the stage's in-place state is copied for its replay."""
     records: bool = False
     """F, R: whether a graph is kept for this stage's backward."""
+    parts: frozenset[RecomputeModule] = frozenset()
+    """F: parts of the stage that its backward rebuilds."""
     writes: tuple[Key | None, ...] = ()
     """One per write; None where a replay keeps the first pass's value (pinned)."""
     collects: tuple[tuple[int, str], ...] = ()
     """F, N: places among the writes that are losses or outputs, with their names."""
     pinned: tuple[Key, ...] = ()
     """R of a pinning stage: the values that it pinned."""
+    keep: Keep = Keep.DEVICE
+    """S, L: where what it moves waits."""
+    lets_go: tuple[Key, ...] = ()
+    """Values that have left the device when `follows` has ended, and are needed there no more."""
+    follows: tuple[tuple[Event, Lane], ...] = ()
+    """Slots that must end first beside those that wrote its reads, with their lanes."""
     seeds: tuple[float | None, ...] = ()
     """B: per write, the loss weight that starts its gradient."""
     pieces: tuple[tuple[Piece, ...], ...] = ()
@@ -106,6 +118,7 @@ def lower(schedule: Schedule, sides: Sides, survivors: Mapping[int, frozenset[Ke
         _issue(slot, stage, sides[slot.microbatch], (slot.microbatch, Op.WGRAD, slot.key) in issued)
         for slot, stage in zip(schedule, stages, strict=True)
     ]
+    issues = _with_follows(issues, schedule, sides)
     waits, waited = _waits(issues, sides)
     frees = _frees(issues, survivors)
     return Plan(
@@ -132,8 +145,19 @@ def backward_reads(schedule: Schedule, sides: Sides) -> Mapping[int, frozenset[K
 def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
     bare = Issue(slot=slot, stage=stage, lane=stage.lane)
     program = side.program
+    if slot.op in (Op.STORE, Op.LOAD):
+        source, target = (0, STORED) if slot.op is Op.STORE else (STORED, LOADED)
+        values = stored_writes(stage, side)
+        return replace(
+            bare,
+            lane=Lane.COPY,
+            keep=side.keep,
+            reads=tuple((value, source) for value in values),
+            writes=tuple((value, target) for value in values),
+        )
     if slot.op in _RUNS_FORWARD:
         replay = slot.op is Op.REPLAY
+        records = slot.op is not Op.NO_GRAD and side.needs_activations(stage)
         return replace(
             bare,
             reads=tuple((value, _generation(value, stage, side, replay)) for value in stage.reads),
@@ -144,7 +168,8 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
             and slot.op is Op.NO_GRAD
             and side.keeps_graph
             and stage.key in side.replay_needed,
-            records=slot.op is not Op.NO_GRAD and side.needs_activations(stage),
+            records=records,
+            parts=side.parts.get(stage.key, frozenset()) if records else frozenset(),
             collects=() if replay else _collects(stage, program),
             pinned=tuple((value, 0) for value in stage.pins) if replay else (),
         )
@@ -182,7 +207,7 @@ def _generation(value: str, stage: Stage, side: Side, replay: bool) -> int:
     producer = side.program.producers.get(value)
     if not replay or producer is None or value in producer.pins:
         return 0
-    return int(side.segment(producer) == side.segment(stage))
+    return 1 if side.together(value, stage) else generation(value, stage, side)
 
 
 def _adjoint_reads(stage: Stage, program: Program) -> tuple[Key, ...]:
@@ -199,7 +224,7 @@ def _pieces(value: str, side: Side) -> tuple[Piece, ...]:
 
 def _keys(issue: Issue) -> tuple[Key, ...]:
     """Every value that an issue touches."""
-    return (*issue.reads, *issue.pinned, *(key for key in issue.writes if key is not None))
+    return (*issue.reads, *issue.pinned, *issue.lets_go, *(key for key in issue.writes if key is not None))
 
 
 def _imports(issues: list[Issue]) -> dict[int, frozenset[Key]]:
@@ -212,6 +237,18 @@ def _imports(issues: list[Issue]) -> dict[int, frozenset[Key]]:
                 missing.setdefault(microbatch, set()).add(key)
         written.update((microbatch, key) for key in issue.writes if key is not None)
     return {microbatch: frozenset(keys) for microbatch, keys in missing.items()}
+
+
+def _with_follows(issues: list[Issue], schedule: Schedule, sides: Sides) -> list[Issue]:
+    """Tell issues what waits elsewhere by then, and returning values what to follow."""
+    gone, pace = lets_go(schedule, sides), paces(schedule, sides)
+    result = []
+    for place, issue in enumerate(issues):
+        producers = sides[issue.slot.microbatch].program.producers
+        left: list[tuple[Event, Lane]] = [((Op.STORE, producers[v].key), Lane.COPY) for v in gone.get(place, ())]
+        follows = (*left, *([pace[place]] if place in pace else ()))
+        result.append(replace(issue, lets_go=tuple((v, 0) for v in gone.get(place, ())), follows=follows))
+    return result
 
 
 def _frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) -> list[tuple[Key, ...]]:
@@ -229,59 +266,11 @@ def _frees(issues: list[Issue], survivors: Mapping[int, frozenset[Key]]) -> list
     return result[::-1]
 
 
-_Past = tuple[int, Event]
-"""The end of a slot of an earlier plan: (microbatch, event)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What a lane is ordered behind at some point: slots of this plan by lane, and ends of earlier plans' slots."""
-
-    slots: Mapping[Lane, int]
-    past: frozenset[_Past]
-
-
-_NOTHING = _View({}, frozenset())
-
-
-class _Clocks:
-    """What each lane knows of the others now."""
-
-    def __init__(self) -> None:
-        self._views: dict[Lane, _View] = {}
-
-    def view(self, lane: Lane) -> _View:
-        """What `lane` is behind now."""
-        return self._views.get(lane, _NOTHING)
-
-    def needs_wait(self, lane: Lane, other: Lane, index: int, past: _Past) -> bool:
-        """Whether `lane` is not yet behind a slot of `other`.
-
-        Args:
-            lane: Who may have to wait.
-            other: Lane of the slot.
-            index: Its place in this plan; -1: it is in an earlier one. A lane that is behind any slot of this plan on
-                `other` is behind all of earlier plans there; among those of earlier plans the order is not known.
-            past: Names it in that case.
-        """
-        view = self.view(lane)
-        return lane is not other and view.slots.get(other, -1) < max(index, 0) and (index >= 0 or past not in view.past)
-
-    def wait(self, lane: Lane, other: Lane, index: int, past: _Past, then: _View) -> None:
-        """Order `lane` behind a slot of `other`, and behind all that `other` was behind then."""
-        mine = self.view(lane)
-        slots = dict(mine.slots)
-        for known, place in {**then.slots, other: index}.items():
-            if known is not lane and place >= 0:
-                slots[known] = max(slots.get(known, -1), place)
-        self._views[lane] = _View(slots, mine.past | then.past | ({past} if index < 0 else frozenset()))
-
-
-def _waits(issues: list[Issue], sides: Sides) -> tuple[list[tuple[Event, ...]], set[_Past]]:
+def _waits(issues: list[Issue], sides: Sides) -> tuple[list[tuple[Event, ...]], set[Past]]:
     """Per issue, the waits between lanes that no earlier wait implies; and all that is waited for."""
     at: dict[tuple[int, Event], int] = {}
-    views: list[_View] = []
-    clocks = _Clocks()
+    views: list[View] = []
+    clocks = Clocks()
     waited: set[tuple[int, Event]] = set()
     result: list[tuple[Event, ...]] = []
     for index, issue in enumerate(issues):
@@ -298,21 +287,21 @@ def _waits(issues: list[Issue], sides: Sides) -> tuple[list[tuple[Event, ...]], 
             if clocks.needs_wait(issue.lane, lane, place, past):
                 waits.append(event)
                 waited.add(past)
-                clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else _NOTHING)
+                clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else NOTHING)
         at[microbatch, (issue.slot.op, issue.stage.key)] = index
         views.append(clocks.view(issue.lane))
         result.append(tuple(waits))
     return result, waited
 
 
-def _dependencies(issue: Issue, side: Side, at: Container[_Past]) -> list[tuple[Event, Lane]]:
+def _dependencies(issue: Issue, side: Side, at: Container[Past]) -> list[tuple[Event, Lane]]:
     """Slots that an issue's data comes from, with their lanes; `at` tells which of this plan were issued before."""
     program, op = side.program, issue.slot.op
-    found: dict[Event, Lane] = {}
-    for value, generation in (*issue.reads, *issue.pinned):
-        producer = program.producers.get(value)
+    found: dict[Event, Lane] = dict(issue.follows)
+    for key in (*issue.reads, *issue.pinned):
+        producer = program.producers.get(key[0])
         if producer is not None:
-            found[Op.REPLAY if generation else side.first_pass(producer), producer.key] = producer.lane
+            found[writer(key, side), producer.key] = home(key, side)
     if op is Op.BACKWARD:
         for pieces in issue.pieces:
             for _, place in pieces:
@@ -328,17 +317,18 @@ def _finished(
     issue: Issue,
     sides: Sides,
     survivors: Mapping[int, frozenset[Key]],
-    waited: Container[_Past],
+    waited: Container[Past],
     *,
     waits: tuple[Event, ...],
     frees: tuple[Key, ...],
 ) -> Issue:
     """Add what only the whole plan decides, and the reads and pieces whose storage another lane allocated."""
-    program = sides[issue.slot.microbatch].program
+    side = sides[issue.slot.microbatch]
+    program = side.program
     keys = [
-        (key, program.producers[key[0]].lane)
+        (key, home(key, side))
         for key in (*issue.reads, *issue.pinned)
-        if key[0] in program.producers and program.producers[key[0]].lane is not issue.lane
+        if key[0] in program.producers and home(key, side) is not issue.lane
     ]
     pieces = [
         (piece, program.stages[piece[1]].lane)
@@ -346,11 +336,9 @@ def _finished(
         for piece in group
         if program.stages[piece[1]].lane is not issue.lane
     ]
-    leaves = [
-        (place, program.producers[value].lane)
-        for place, value in enumerate(issue.stage.reads)
-        if value in program.producers and program.producers[value].lane is not issue.lane
-    ]
+    written = [(place, value) for place, value in enumerate(issue.stage.reads) if value in program.producers]
+    homes = [(place, home((value, generation(value, issue.stage, side)), side)) for place, value in written]
+    leaves = [(place, lane) for place, lane in homes if lane is not issue.lane]
     readers = {reader.lane for value in issue.stage.writes for reader in program.readers[value]}
     givers = {lane for _, lane in leaves} | readers - {issue.lane}
     keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None

@@ -58,9 +58,7 @@ def add_replay(schedule: Schedule, sides: Sides, *, first: bool = False) -> Sche
 
 
 def _whole_segment(microbatch: int, side: Side, segment: int) -> list[Slot]:
-    layers = side.segments[segment].layers
-    stages = [stage for layer in layers for stage in side.program.layer_stages[layer]]
-    return [Slot(Op.REPLAY, microbatch, stage.layer, stage.name) for stage in stages]
+    return [Slot(Op.REPLAY, microbatch, stage.layer, stage.name) for stage in side.stages(segment)]
 
 
 def elide_replay(schedule: Schedule, sides: Sides) -> Schedule:

@@ -8,9 +8,11 @@ from overlap.errors import ScheduleError
 from overlap.expand import expand
 from overlap.hidden import Hosts, hosts_of
 from overlap.ir import Program, Schedule, StageKey
+from overlap.keeping import add_transfers
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
+from overlap.selective import rebuilt_parts, rebuilt_stages
 from overlap.side import Side
 from overlap.validate import validate
 from recompute.config import RecomputeConfig, Replay
@@ -61,6 +63,7 @@ def make_schedule(
     schedule = add_replay(schedule, sides, first=replay_first)
     if elide:
         schedule = elide_replay(schedule, sides)
+    schedule = add_transfers(schedule, sides)
     validate(schedule, sides)
     return schedule
 
@@ -105,8 +108,15 @@ class Planner:
         """The program as one microbatch runs it under `config`."""
         if (config, trained) not in self._sides:
             segments = segments_of(self.program, config)
-            hidden = config.replay is Replay.HIDDEN
-            self._sides[config, trained] = Side(self.program, segments, trained, hidden=hidden)
+            self._sides[config, trained] = Side(
+                self.program,
+                segments,
+                trained,
+                hidden=config.replay is Replay.HIDDEN,
+                alone=rebuilt_stages(self.program, config, segments),
+                parts=rebuilt_parts(self.program, config, segments),
+                keep=config.keep,
+            )
         return self._sides[config, trained]
 
     def survivors(self, config: RecomputeConfig, trained: frozenset[StageKey]) -> frozenset[Key]:

@@ -6,10 +6,12 @@ A schedule of a layer pair has two sides, keyed by the microbatch number of thei
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
-from overlap.ir import Op, Program, Schedule, Stage, StageKey
+from overlap.ir import WEIGHTS, Op, Program, Schedule, Stage, StageKey
+from recompute.config import Keep
+from recompute.modules import RecomputeModule
 from recompute.segments import RecomputeSegment
 
 
@@ -25,6 +27,12 @@ class Side:
     """False: forward only, nothing is kept for a backward (R17)."""
     hidden: bool = False
     """Whether replays are spread between the slots of the layers before (R10), not issued just in time."""
+    alone: tuple[StageKey, ...] = ()
+    """Stages outside `segments` that are recomputed each by itself, just in time, in program order."""
+    parts: Mapping[StageKey, frozenset[RecomputeModule]] = field(default_factory=dict)
+    """Per stage, what it rebuilds inside its own backward."""
+    keep: Keep = Keep.DEVICE
+    """Where the inputs of segments wait for their replay."""
 
     @cached_property
     def segment_of(self) -> dict[int, int]:
@@ -32,8 +40,42 @@ class Side:
         return {layer: index for index, segment in enumerate(self.segments) for layer in segment.layers}
 
     def segment(self, stage: Stage) -> int | None:
-        """Index of the stage's segment; None: it runs eagerly."""
-        return None if stage.layer is None else self.segment_of.get(stage.layer)
+        """Index of the stage's segment, those of single stages behind the others; None: it runs eagerly."""
+        if stage.layer is None:
+            return None
+        return self._alone.get(stage.key, self.segment_of.get(stage.layer))
+
+    def stages(self, segment: int) -> list[Stage]:
+        """The stages of a segment, in program order."""
+        if segment >= len(self.segments):
+            return [self.program.by_key[self.alone[segment - len(self.segments)]]]
+        return [s for layer in self.segments[segment].layers for s in self.program.layer_stages[layer]]
+
+    @cached_property
+    def _alone(self) -> dict[StageKey, int]:
+        return {key: len(self.segments) + place for place, key in enumerate(self.alone)}
+
+    def together(self, value: str, reader: Stage) -> bool:
+        """Whether a value is written in its reader's own segment."""
+        producer = self.program.producers.get(value)
+        return producer is not None and self.segment(producer) == self.segment(reader)
+
+    @cached_property
+    def stored(self) -> tuple[str, ...]:
+        """Segment inputs that wait elsewhere than on the device; see overlap.keeping."""
+        if self.keep is Keep.DEVICE:
+            return ()
+        program = self.program
+        replays = [stage for stage in program.stages if stage.key in self.replay_needed]
+        values = dict.fromkeys(v for stage in replays for v in stage.reads if not self.together(v, stage))
+        return tuple(value for value in values if value in program.producers and not self._stays(value))
+
+    def _stays(self, value: str) -> bool:
+        """Whether a written value stays on the device anyway: a parameter, a pinned value, one that a graph keeps."""
+        producer = self.program.producers[value]
+        graphs = [reader for reader in self.program.readers[value] if self.first_pass(reader) is Op.FORWARD]
+        kept = any(self.needs_activations(reader) for reader in graphs)
+        return kept or producer.key == (None, WEIGHTS) or value in producer.pins
 
     def first_pass(self, stage: Stage) -> Op:
         """N inside a segment, F elsewhere; N everywhere when no backward follows."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from overlap.ir import Lane
+from overlap.ir import Lane, Op
 from overlap.lower import Plan
 from overlap.plan import FORWARD_SIDE
+from recompute.config import Keep
 
 
 def comm_signature(plans: Iterable[tuple[Plan, int | None, int | None]]) -> tuple[str, ...]:
@@ -20,6 +21,7 @@ def comm_signature(plans: Iterable[tuple[Plan, int | None, int | None]]) -> tupl
     for plan, forward, backward in plans:
         for issue in plan.issues:
             number = forward if issue.slot.microbatch == FORWARD_SIDE else backward
-            if issue.lane is Lane.COMM and number is not None:
+            gathers = issue.slot.op is Op.LOAD and issue.keep is Keep.SHARDED
+            if (issue.lane is Lane.COMM or gathers) and number is not None:
                 signature.append(str(replace(issue.slot, microbatch=number)))
     return tuple(signature)

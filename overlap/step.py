@@ -285,6 +285,7 @@ def _step(
         precision=capture_precision(device.type),
         delay_wgrad=chunk.delay_wgrad,
         observers=(*observers, *chunk.world.observers),
+        stores=chunk.stores,
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:

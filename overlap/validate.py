@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from overlap.errors import ScheduleError
 from overlap.ir import WEIGHTS, Op, Schedule, Slot, Stage, StageKey
+from overlap.keeping import stored_writes
 from overlap.side import Side, Sides, stages_of
 
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD)
@@ -39,6 +40,8 @@ def validate(schedule: Schedule, sides: Sides) -> None:
             fault = _replay_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
         elif slot.op is Op.BACKWARD:
             fault = _backward_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
+        elif slot.op in (Op.STORE, Op.LOAD):
+            fault = _transfer_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
         elif slot.op is Op.WGRAD:
             fault = "" if place in issued[Op.BACKWARD] else "precedes its backward"
             fault = fault if stage.wgrad else "delays weight gradients of a stage that has none to delay"
@@ -68,11 +71,24 @@ def _replay_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued, runs_fo
         return "replays a stage before its first pass"
     for value in stage.reads:
         producer = side.program.producers.get(value)
-        if producer is None or side.segment(producer) != segment or value in producer.pins:
+        if producer is None or value in producer.pins:
+            continue
+        if not side.together(value, stage):
+            if value in side.stored and (slot.microbatch, producer.key) not in issued[Op.LOAD]:
+                return f"reads {value!r}, which waits elsewhere and was not brought back"
             continue
         if (slot.microbatch, producer.key) not in issued[Op.REPLAY]:
             return f"reads {value!r} of its own segment, whose producer {producer.label} is not replayed before it"
     return ""
+
+
+def _transfer_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued, runs_forward: bool) -> str:
+    if not stored_writes(stage, side):
+        return "moves nothing: the stage writes no segment input that is kept elsewhere"
+    place = (slot.microbatch, slot.key)
+    if slot.op is Op.STORE:
+        return "" if place in issued[side.first_pass(stage)] else "moves what no earlier slot writes"
+    return "brings back what never left" if runs_forward and place not in issued[Op.STORE] else ""
 
 
 def _backward_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued, runs_forward: bool) -> str:
@@ -103,6 +119,11 @@ def _check_complete(schedule: Schedule, sides: Sides, issued: _Issued) -> None:
                 raise ScheduleError(
                     f"microbatch {microbatch}: {name} of {missing[0]} is missing", schedule, len(schedule) - 1
                 )
+        moved = {key for mb, key in issued[Op.STORE] if mb == microbatch}
+        unmoved = [s for s in side.program.stages if forwards and stored_writes(s, side) and s.key not in moved]
+        if unmoved:
+            reason = f"microbatch {microbatch}: S of {unmoved[0].label} is missing"
+            raise ScheduleError(reason, schedule, len(schedule) - 1)
         replays = [index for (mb, _), index in issued[Op.REPLAY].items() if mb == microbatch]
         if replays and not backwards:
             raise ScheduleError(f"{schedule[replays[0]]} replays, but no backward follows", schedule, replays[0])

@@ -18,6 +18,7 @@ from overlap.check import same_bits
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
+from overlap.lower import Issue
 from overlap.memory.segments import SegmentCounter
 from overlap.model.router import update_expert_bias
 from overlap.plan import segments_of
@@ -87,7 +88,7 @@ class StepFacts:
 
     segments: tuple[tuple[int, ...], ...]
     slots: Mapping[str, int]
-    """Slots of a step per op."""
+    """Slots of a step per op; S and L only where segment inputs wait elsewhere."""
     replayed_a2a: int
     """R slots on the communication lane."""
     replayed_a2a_per_layer: float
@@ -108,10 +109,14 @@ def step_facts(chunk: ModelChunk, num_microbatches: int) -> StepFacts:
     )
     return StepFacts(
         segments=tuple(segment.layers for segment in segments_of(program, configs[0])),
-        slots={op.value: sum(issue.slot.op is op for issue in issues) for op in Op if op is not Op.CALL},
+        slots={op.value: count for op, count in _counted(issues) if count or op not in (Op.STORE, Op.LOAD)},
         replayed_a2a=len(replayed),
         replayed_a2a_per_layer=len(replayed) / communicating if communicating else 0.0,
     )
+
+
+def _counted(issues: Sequence[Issue]) -> list[tuple[Op, int]]:
+    return [(op, sum(issue.slot.op is op for issue in issues)) for op in Op if op is not Op.CALL]
 
 
 def verify(

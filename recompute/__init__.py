@@ -3,9 +3,10 @@
 Knows nothing of streams, orders or overlap; overlap/ builds on it, never the reverse.
 """
 
-from recompute.config import Granularity, Method, RecomputeConfig, Replay
+from recompute.config import Granularity, Keep, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError, RecomputeError
 from recompute.flags import FLAG_NAMES, FlagSettings, read_flags
+from recompute.modules import RecomputeModule
 from recompute.segments import RecomputeSegment, format_segments, plan_segments
 
 __all__ = [
@@ -13,9 +14,11 @@ __all__ = [
     "ConfigError",
     "FlagSettings",
     "Granularity",
+    "Keep",
     "Method",
     "RecomputeConfig",
     "RecomputeError",
+    "RecomputeModule",
     "RecomputeSegment",
     "Replay",
     "format_segments",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recompute import rng, state
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Granularity, Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
 from recompute.segments import plan_segments
@@ -103,11 +103,13 @@ def checkpoint_layers(
         Output of the last layer, and the auxiliary losses in layer order.
 
     Raises:
-        ConfigError: `config` hides replays: here autograd runs them, one segment at a time.
+        ConfigError: `config` hides replays, names modules or keeps inputs elsewhere: here autograd runs whole
+            segments, one at a time.
     """
     if config.replay is Replay.HIDDEN:
         rule = "has no effect without overlap: take just_in_time"
         raise ConfigError(field="replay", value=config.replay.value, rule=rule)
+    check_contiguous(config)
     segments = {s.first: s for s in plan_segments(len(layers) - num_mtp_layers, num_mtp_layers, config)}
     losses: list[Tensor] = []
     index = 0
@@ -125,6 +127,20 @@ def checkpoint_layers(
         losses += found
         index += size
     return hidden, losses
+
+
+def check_contiguous(config: RecomputeConfig) -> None:
+    """Refuse settings that need a layer cut into stages.
+
+    Raises:
+        ConfigError: Names the setting.
+    """
+    if config.granularity is Granularity.SELECTIVE:
+        rule = "needs the stages of the overlapped step: here whole layers are recomputed"
+        raise ConfigError(field="granularity", value=config.granularity.value, rule=rule)
+    if config.keep is not Keep.DEVICE:
+        rule = "needs the slots of the overlapped step: here inputs stay on the device"
+        raise ConfigError(field="keep", value=config.keep.value, rule=rule)
 
 
 def _run(

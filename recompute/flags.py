@@ -21,6 +21,8 @@ _FLAG_OF_FIELD: Mapping[str, str] = MappingProxyType(
         "num_layers": "recompute_num_layers",
         "recompute_mtp": "recompute_mtp",
         "replay": "recompute_replay",
+        "modules": "recompute_modules",
+        "keep": "recompute_keep",
     }
 )
 """Field of `RecomputeConfig` -> flag that sets it."""
@@ -86,7 +88,7 @@ def _read_recompute(given: Mapping[str, object]) -> RecomputeConfig:
     """Make the config, and name the flag instead of the field where it refuses a value."""
     # Values of any type go in: the config itself is what checks them.
     fields: dict[str, Any] = {name: given[flag] for name, flag in _FLAG_OF_FIELD.items() if flag in given}
-    for name in ("granularity", "replay"):
+    for name in ("granularity", "replay", "modules", "keep"):
         if fields.get(name, ...) is None:
             del fields[name]  # argparse's "not set": the config's default applies
     try:

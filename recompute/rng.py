@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
 import torch
@@ -25,8 +25,25 @@ def stage_seed(run_seed: int, step: int, microbatch: int, layer: int | None, sta
         layer: Layer of the stage; None outside any layer.
         stage: Stage name.
     """
-    place = f"{run_seed}/{step}/{microbatch}/{layer}/{stage}".encode()
-    return int.from_bytes(hashlib.blake2b(place, digest_size=8).digest()) >> 1
+    return _hashed(f"{run_seed}/{step}/{microbatch}/{layer}/{stage}")
+
+
+def _hashed(place: str) -> int:
+    return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
+
+
+class _Seeded:
+    """A stretch of code that draws from a seed, and how many parts of it asked for one of their own."""
+
+    __slots__ = ("generators", "given", "seed")
+
+    def __init__(self, seed: int, generators: Sequence[torch.Generator]) -> None:
+        self.seed = seed
+        self.generators = generators
+        self.given = 0
+
+
+_open: list[_Seeded] = []
 
 
 @contextmanager
@@ -38,13 +55,33 @@ def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
         generators: The live generators that the code inside may draw from (CPU default, device defaults, named ones).
     """
     restores = [_restorer(generator) for generator in generators]
+    _open.append(_Seeded(seed, generators))
     try:
         for generator in generators:
             generator.manual_seed(seed)
         yield
     finally:
+        _open.pop()
         for restore in restores:
             restore()
+
+
+def draws_inside(name: str) -> Callable[[], AbstractContextManager[None]] | None:
+    """Contexts that draw from a seed derived from that of the `seeded` around: the same one, however often entered.
+
+    So a part of a stage can draw again without the rest of it, and nothing has to be kept.
+
+    Args:
+        name: Of the part. Parts of one name are told apart by the order in which they ask.
+
+    Returns:
+        None if no `seeded` is around.
+    """
+    if not _open:
+        return None
+    around = _open[-1]
+    around.given += 1
+    return partial(seeded, _hashed(f"{around.seed}/{name}/{around.given}"), around.generators)
 
 
 def _restorer(generator: torch.Generator) -> Callable[[], object]:

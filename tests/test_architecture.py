@@ -15,12 +15,15 @@ FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
     *(f"overlap.pipeline_model.{name}" for name in ("actions", "costs", "layout", "memory", "run", "trace")),
     "overlap.recordings",
-    *(f"recompute.{name}" for name in ("config", "errors", "flags", "planner", "segments")),
-    *(f"overlap.{name}" for name in ("builder", "chain", "costs", "errors", "expand", "hidden", "ir", "lower")),
+    *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
+    *(
+        f"overlap.{name}"
+        for name in ("builder", "chain", "clocks", "costs", "errors", "expand", "hidden", "ir", "keeping", "lower")
+    ),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     "overlap.parallel.layout",
     "overlap.signature",
-    *(f"overlap.{name}" for name in ("steady", "synthetic", "timeline", "validate")),
+    *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
 )
 OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")
 MAX_FILE_LINES = 400

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.measure import Bench, Measured
-from benchmarks.memory.speed import exposed, host, loopback, overhead, queues
+from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
@@ -68,6 +68,7 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "memory": (("memory", memory),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
+    "wide": (("wide", wide),),
     "exposed": (("exposed", exposed),),
     "host": (("host", host),),
     "queues": (("queues", queues),),

@@ -21,12 +21,12 @@ from overlap.cli.parallel_options import (
     read_parallel,
     transport_of,
 )
+from overlap.cli.recompute_options import add_recompute_options, describe_recompute, read_recompute
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
-from recompute.config import Granularity, Method, RecomputeConfig, Replay
+from recompute.config import RecomputeConfig
 from recompute.errors import ConfigError
 
-NO_METHOD = "none"
 DEFAULT_ORDER = "multi_queue"
 MAX_SEED = 10**12
 """Seeds of the data of single steps are derived by counting, and must fit 63 bits."""
@@ -94,10 +94,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     add_backend_options(parser)
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
-    step.add_argument("--method", default=NO_METHOD, help=f"recompute rule: {NO_METHOD}, {', '.join(Method)}")
-    step.add_argument("--num-layers", type=_integer, metavar="N", help="layers per segment, or layers (block)")
-    step.add_argument("--recompute-mtp", action="store_true", help="recompute the MTP depths under method block too")
-    step.add_argument("--replay", help=f"when segments are replayed: {', '.join(Replay)}")
+    add_recompute_options(step)
     step.add_argument(
         "--order",
         help=f"issue order: {', '.join(ORDER_NAMES)}, or a file with a text table (default {DEFAULT_ORDER}, plain with "
@@ -161,7 +158,7 @@ def read_options(args: argparse.Namespace) -> Options:
         raise ConfigError(field="recompute_mtp", value=True, rule="has no effect without --mtp: leave it out")
     return Options(
         model=model,
-        recompute=_recompute(args.method, args.num_layers, args.replay, args.recompute_mtp),
+        recompute=read_recompute(args),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
         seq=seq,
@@ -186,39 +183,12 @@ def _check_own_model(args: argparse.Namespace) -> None:
             raise ConfigError(field=name, value=getattr(args, name), rule=_OWN_MODEL_RULE)
 
 
-def _recompute(method: str, num_layers: object, replay: str | None, recompute_mtp: bool) -> RecomputeConfig:
-    if method == NO_METHOD:
-        for name, value in (("num_layers", num_layers), ("replay", replay), ("recompute_mtp", recompute_mtp or None)):
-            if value is not None:
-                raise ConfigError(field=name, value=value, rule="has no effect with method none: leave it out")
-        return RecomputeConfig.none()
-    return RecomputeConfig(
-        granularity=Granularity.FULL,
-        method=method,  # type: ignore[arg-type]  # text is checked there
-        num_layers=num_layers,  # type: ignore[arg-type]
-        recompute_mtp=recompute_mtp,
-        replay=Replay.JUST_IN_TIME if replay is None else replay,  # type: ignore[arg-type]
-    )
-
-
-def _integer(text: str) -> int | str:
-    """An integer where it is one; other text is refused later, with the rule."""
-    try:
-        return int(text)
-    except ValueError:
-        return text
-
-
 def describe(options: Options) -> dict[str, object]:
     """The options as a flat JSON object."""
     model = {name: getattr(options.model, name) for name in ModelConfig.__dataclass_fields__}
-    recompute = options.recompute
     return {
         **{name: str(value) if isinstance(value, str) else value for name, value in model.items()},
-        "method": NO_METHOD if recompute.method is None else str(recompute.method),
-        "num_layers": recompute.num_layers,
-        "recompute_mtp": recompute.recompute_mtp,
-        "replay": str(recompute.replay),
+        **describe_recompute(options.recompute),
         "order": options.order,
         "delay_wgrad": options.delay_wgrad,
         "seq": options.seq,

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
             {"layers": list(segment.layers), **_kept(chunk, side, index, options)}
             for index, segment in enumerate(side.segments)
         ],
+        "rebuilt": _rebuilt(side),
         "slots": dict(facts.slots),
         "replayed_a2a": facts.replayed_a2a,
         "replayed_a2a_per_layer": facts.replayed_a2a_per_layer,
@@ -68,6 +69,14 @@ def _kept(chunk: ModelChunk, side: Side, index: int, options: Options) -> dict[s
     return {"inputs": live_ins, "fed": fed, "pinned": pinned, "replayed": replayed}
 
 
+def _rebuilt(side: Side) -> dict[str, list[str]]:
+    """Per stage outside segments that is rebuilt, itself or what is rebuilt inside it."""
+    by_key = side.program.by_key
+    whole = {by_key[key].label: [by_key[key].name] for key in side.alone}
+    parts = {by_key[key].label: sorted(map(str, modules)) for key, modules in side.parts.items()}
+    return {**parts, **whole}
+
+
 def _show(payload: dict[str, Any], schedule: Schedule) -> None:
     rows = [
         (
@@ -78,9 +87,12 @@ def _show(payload: dict[str, Any], schedule: Schedule) -> None:
         )
         for segment in payload["segments"]
     ]
+    rebuilt = [(label, ", ".join(names)) for label, names in payload["rebuilt"].items()]
+    if rebuilt:
+        console.print(table("Rebuilt outside segments", ("stage", "what"), rebuilt))
     if rows:
         console.print(table("Segments", ("layers", "inputs kept", "pinned", "replayed stages"), rows))
-    else:
+    elif not rebuilt:
         console.print("No segment: every layer keeps its activations.")
     slots = "  ".join(f"{op} {count}" for op, count in payload["slots"].items())
     console.print(f"slots of a step: {slots}; replayed all-to-alls: {payload['replayed_a2a']}")

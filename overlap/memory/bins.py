@@ -20,6 +20,8 @@ class Bin(StrEnum):
     """Held by a weight gradient that waits for its W slot (R13)."""
     LIVE_SEGMENT = "live_segment"
     """Born in a replay: values and graphs of the segment whose backward is next."""
+    HOST_INPUTS = "host_inputs"
+    """Holds a segment input in host memory until its replay (keep="host"). No part of totals: they are the device's."""
     RNG_STATES = "rng_states"
     """Generator states kept for a replay; always 0, since draws come from derived seeds (R4)."""
     REST = "rest"
@@ -45,8 +47,8 @@ class Border:
 
     @property
     def total(self) -> int:
-        """Live bytes of all kinds."""
-        return sum(self.bytes.values())
+        """Live bytes of all kinds on the device."""
+        return sum(self.bytes.values()) - self.bytes[Bin.HOST_INPUTS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,7 @@ class Claims:
     segment_inputs: Collection[int]
     pinned: Collection[int]
     pending: Collection[int]
+    host: Collection[int] = ()
 
 
 def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
@@ -111,6 +114,7 @@ def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin,
         (Bin.PENDING_WGRAD, (claim.pending for claim in held)),
         (Bin.PINNED_ROUTING, (claim.pinned for claim in held)),
         (Bin.SEGMENT_INPUTS, (claim.segment_inputs for claim in held)),
+        (Bin.HOST_INPUTS, (claim.host for claim in held)),
     )
     # Written weakest first, so that the strongest claim stays.
     kinds = {key: kind for kind, sets in groups for keys in sets for key in keys}

@@ -11,6 +11,7 @@ from enum import StrEnum
 
 from overlap.ir import Op, StageKey
 from overlap.lower import Issue
+from recompute.modules import RecomputeModule
 
 
 class Source(StrEnum):
@@ -59,6 +60,8 @@ class Kind:
     """FORWARD: whether a graph is kept. Else: whether the backward runs through one (and not by adjoint)."""
     pinned: bool
     """Whether the forward (for B and W: the one that made the graph) received pinned values."""
+    parts: frozenset[RecomputeModule] = frozenset()
+    """The parts of the stage that are rebuilt in its backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,16 +90,18 @@ class Footprint:
     """By the setting of `delay_wgrad`, under which graphs leave the weights out."""
     feeds: Mapping[str, tuple[int, ...]]
     """Bytes of a copy of each tensor in each feed."""
+    spans: Mapping[str, tuple[tuple[int, int], ...]]
+    """Per written value, for each tensor the elements that a copy of it elsewhere holds, and the bytes of one."""
     snapshots: Mapping[StageKey, tuple[int, ...]]
     """Bytes of the copies of each stage's in-place state."""
 
 
 def forward_kind(issue: Issue) -> Kind:
     """The kind of an F, N or R slot."""
-    return Kind(issue.stage.key, Source.FORWARD, issue.records, bool(issue.pinned))
+    return Kind(issue.stage.key, Source.FORWARD, issue.records, bool(issue.pinned), issue.parts)
 
 
 def backward_kind(issue: Issue, made: Kind) -> Kind:
     """The kind of a B or W slot whose graph (if any) a forward of kind `made` recorded."""
     source = Source.WGRAD if issue.slot.op is Op.WGRAD else Source.BACKWARD
-    return Kind(issue.stage.key, source, made.graph, made.pinned)
+    return Kind(issue.stage.key, source, made.graph, made.pinned, made.parts)

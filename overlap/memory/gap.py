@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from overlap.chunk import ModelChunk
+from overlap.keeping import LOADED, STORED
 from overlap.lower import Issue, Key
+from recompute.config import Keep
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,6 +16,8 @@ class Gap:
 
     segment_inputs: frozenset[Key]
     pinned: frozenset[Key]
+    host: frozenset[Key]
+    """Segment inputs that wait in host memory."""
     copied: frozenset[str]
     """Feeds among the segment inputs: the step copies them, so that a replay reads what the first pass read."""
 
@@ -32,7 +36,10 @@ def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
         keys = chunk.planner.survivors(config, trained)
         pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
         copied = frozenset(name for name, _ in keys) & plain
-        gaps.append(Gap(segment_inputs=keys - pinned, pinned=pinned, copied=copied))
+        host = frozenset(key for key in keys if key[1] == STORED and config.keep is Keep.HOST)
+        # Before it leaves and when it is back a stored input is on the device.
+        near = {(name, copy) for name, kept in keys if kept == STORED for copy in (0, LOADED)}
+        gaps.append(Gap(segment_inputs=(keys - pinned - host) | near, pinned=pinned, host=host, copied=copied))
     return tuple(gaps)
 
 

@@ -46,5 +46,6 @@ class Held:
         return Claims(
             segment_inputs=[key for value in gap.segment_inputs for key in self.values.get(value, ())],
             pinned=[key for value in gap.pinned for key in self.values.get(value, ())],
+            host=[key for value in gap.host for key in self.values.get(value, ())],
             pending=[key for _, _, visible in self.pending.values() for key in visible],
         )

@@ -21,6 +21,8 @@ from overlap.memory.layout import Layout
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.step import StepPlan, step_plans
+from recompute.config import Keep
+from recompute.keep import shard_length
 
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
 
@@ -32,9 +34,11 @@ class Walk:
         footprints: Of each microbatch; the same object where the shapes are the same.
         gaps: Of each microbatch, as `gaps_of` gives them.
         delayed: The chunk's `delay_wgrad`.
+        ranks: Over which sharded segment inputs are cut.
     """
 
-    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool) -> None:
+    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool, ranks: int = 1) -> None:
+        self._ranks = ranks
         self._footprints = footprints
         self._gaps = gaps
         self._facts = [footprint.facts[delayed] for footprint in footprints]
@@ -60,6 +64,8 @@ class Walk:
         held.begun = True
         if issue.slot.op in _FORWARDS:
             self._forward(issue, number)
+        elif issue.slot.op in (Op.STORE, Op.LOAD):
+            self._move(issue, number)
         elif issue.slot.op is Op.BACKWARD:
             self._backward(issue, number)
         else:
@@ -107,6 +113,13 @@ class Walk:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
 
+    def _move(self, issue: Issue, number: int) -> None:
+        """A copy elsewhere, or one that is back."""
+        for key in issue.writes:
+            if key is not None:
+                sizes = _moved(self._footprints[number].spans[key[0]], issue, self._ranks)
+                self._held[number].values[key] = self._new(sizes, issue.slot.op)
+
     def _wgrad(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         kind, waiting, _ = held.pending.pop(issue.stage.key)
@@ -146,7 +159,8 @@ def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
         footprints: Of each microbatch of the step, in order; taken with the chunk's setting of `delay_wgrad`.
     """
     gaps = gaps_of(chunk, len(footprints))
-    return Walk(footprints, gaps, delayed=chunk.delay_wgrad).run(step_plans(chunk, len(footprints)))
+    ranks = 1 if chunk.shards is None else chunk.shards.ranks
+    return Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks).run(step_plans(chunk, len(footprints)))
 
 
 def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Footprint]:
@@ -162,6 +176,14 @@ def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Foot
         first = layouts.index(layouts[number])
         found.append(found[first] if first < number else take_footprint(chunk, feeds, (chunk.delay_wgrad,)))
     return found
+
+
+def _moved(spans: Iterable[tuple[int, int]], issue: Issue, ranks: int) -> list[int]:
+    """Bytes of what an S or L slot allocates, a tensor each."""
+    if issue.keep is Keep.SHARDED:
+        parts = 1 if issue.slot.op is Op.STORE else ranks
+        return [shard_length(length, ranks) * parts * size for length, size in spans]
+    return [length * size for length, size in spans]
 
 
 def _by_adjoint(issue: Issue) -> tuple[Kind, Mapping[Ref, int]]:

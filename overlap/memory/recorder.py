@@ -53,6 +53,7 @@ class MemoryRecorder:
         return Claims(
             segment_inputs=self._ids(number, gap.segment_inputs),
             pinned=self._ids(number, gap.pinned),
+            host=self._ids(number, gap.host),
             pending=self._tracker.ids_of(pending_tensors(self._pending[number].values())),
         )
 

@@ -5,6 +5,8 @@ Legend: B sequences, S positions, C hidden, H heads.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,6 +18,8 @@ from overlap.model.linear import Linear
 from overlap.model.norm import RMSNorm
 from overlap.model.rope import Rotary
 from overlap.model.sequences import Sequences
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 PLAIN = Sequences()
 """Full sequences, positions from 0."""
@@ -65,14 +69,21 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
-        queries = self.query(x)
-        latent, k_rope = _split(self.latent(x), config.rope_dim)
+        # Without a query rank there is one full matrix, and its input is kept for its gradient anyway.
+        down = self.query[0](x) if isinstance(self.query, nn.Sequential) else x
+        query, key, value = rebuild(RecomputeModule.MLA_UP_PROJ, self._up, down, self.latent(x), sequences.positions)
+        drop = config.attention_dropout if self.training else 0.0
+        result: Tensor = self.output(_attend(self.core, query, key, value, drop, sequences.mask(x)))
+        return result
+
+    def _up(self, down: Tensor, latent: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """From what the first projections give to query, key and value [B, H, S, d]."""
+        config = self.config
+        queries = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
+        latent, k_rope = _split(latent, config.rope_dim)
         expanded = self.key_value(self.latent_norm(latent))
         make = turned if fused(queries) else self._turned
-        query, key, value = make(self.rotary, sequences.positions, queries, expanded, k_rope, config.heads)
-        drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
-        return result
+        return make(self.rotary, positions, queries, expanded, k_rope, config.heads)
 
     def _turned(
         self, rotary: Rotary, positions: Tensor | None, queries: Tensor, expanded: Tensor, k_rope: Tensor, heads: int
@@ -106,7 +117,7 @@ class GroupedQueryAttention(nn.Module):
         key = self.rotary(_heads(self.key(x), config.kv_heads), sequences.positions)
         value = _heads(self.value(x), config.kv_heads)
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(self.core(query, key, value, drop, sequences.mask(x)))
+        result: Tensor = self.output(_attend(self.core, query, key, value, drop, sequences.mask(x)))
         return result
 
 
@@ -124,3 +135,18 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Cut the last dimension in two, the second part `last` wide."""
     return x[..., :-last], x[..., -last:]
+
+
+def _attend(
+    core: CoreAttention, query: Tensor, key: Tensor, value: Tensor, dropout: float, mask: Tensor | None
+) -> Tensor:
+    """The core attention, rebuilt in backward where that is asked for; arguments and result as the core's."""
+    result: Tensor = rebuild(
+        RecomputeModule.CORE_ATTN, partial(_mix, core, dropout), query, key, value, mask, draws=dropout > 0
+    )
+    return result
+
+
+def _mix(core: CoreAttention, dropout: float, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    result: Tensor = core(query, key, value, dropout, mask)
+    return result

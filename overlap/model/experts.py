@@ -5,6 +5,8 @@ Legend: N rows sorted by expert, C hidden, E experts, W inner width.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,8 @@ from overlap.dispatch import Arrival, Routing
 from overlap.model.init import Sliced
 from overlap.model.linear import Linear, grouped_linear
 from overlap.model.swiglu import swiglu
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 
 class SwiGLU(nn.Module):
@@ -26,6 +30,10 @@ class SwiGLU(nn.Module):
         """[..., C] -> [..., C]."""
         result: Tensor = self.down(swiglu(self.gate_up(x)))
         return result
+
+
+def _weighted(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
+    return swiglu(inner, probs).to(dtype)
 
 
 class GroupedExperts(Sliced):
@@ -55,5 +63,5 @@ class GroupedExperts(Sliced):
             [N, C] of rows' type.
         """
         inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
-        weighted = swiglu(inner, probs).to(rows.dtype)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(_weighted, rows.dtype), inner, probs)
         return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from overlap.builder import ProgramBuilder, Value
 from overlap.dispatch import Arrival, Routing, Transport
 from overlap.model.attention import ATTENTIONS
-from overlap.model.config import ModelConfig
+from overlap.model.config import Attention, ModelConfig
 from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
 from overlap.model.norm import RMSNorm
@@ -24,6 +24,8 @@ from overlap.model.rope import Rotary
 from overlap.model.router import Router
 from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
 from overlap.model.weights import Weights
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 Gradients = Sequence[Tensor | None]
 
@@ -66,6 +68,12 @@ class AttentionBlock(nn.Module):
         self.ffn_norm = RMSNorm(config.hidden, config.norm_eps)
 
     @property
+    def inner(self) -> tuple[RecomputeModule, ...]:
+        """What forward can rebuild in its backward."""
+        latent = (RecomputeModule.MLA_UP_PROJ,) if self.config.attention is Attention.MLA else ()
+        return (RecomputeModule.CORE_ATTN, RecomputeModule.LAYERNORM, *latent)
+
+    @property
     def draws_rng(self) -> bool:
         """Whether forward draws random numbers in training."""
         return self.config.dropout > 0 or self.config.attention_dropout > 0
@@ -73,9 +81,9 @@ class AttentionBlock(nn.Module):
     def forward(self, state: Tensor, sequences: Sequences) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Residual state -> the feed-forward's input [B, S, C], and what `ffn_residual.merge` needs."""
         x, carried = self.residual.split(state)
-        update = self.attention(self.norm(x), sequences)
+        update = self.attention(rebuild(RecomputeModule.LAYERNORM, self.norm, x), sequences)
         x, carried = self.ffn_residual.split(self.residual.merge(update, *carried))
-        return self.ffn_norm(x), carried
+        return rebuild(RecomputeModule.LAYERNORM, self.ffn_norm, x), carried
 
 
 class DenseLayer(nn.Module):
@@ -103,7 +111,7 @@ class DenseLayer(nn.Module):
         residual = self.attn.ffn_residual
         ffn_input, *carried = b.compute(
             "attn", attn.forward, *attn.reads, outputs=("ffn_input", *residual.carried), wgrad=True,
-            draws_rng=self.attn.draws_rng, parameters=attn.parameters, state=attn.state,
+            draws_rng=self.attn.draws_rng, parameters=attn.parameters, state=attn.state, inner=self.attn.inner,
         )  # fmt: skip
         ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
@@ -158,6 +166,7 @@ class MoELayer(nn.Module):
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
+            inner=(RecomputeModule.MOE_ACT,),
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
@@ -237,7 +246,7 @@ class MoELayer(nn.Module):
         written = b.compute(
             "attn", bound.forward, *bound.reads, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
             effects=self.router.effects, draws_rng=self.attn.draws_rng or self.config.jitter > 0,
-            parameters=bound.parameters, state=bound.state,
+            parameters=bound.parameters, state=bound.state, inner=self.attn.inner,
         )  # fmt: skip
         values = dict(zip((*outputs, *nondiff), written, strict=True))
         for name in self.router.loss_names:

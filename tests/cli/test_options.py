@@ -92,7 +92,14 @@ def test_every_option_arrives() -> None:
     }  # fmt: skip
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
     found = describe(read_options(parse(f"{words} --tied --per-token-loss --delay-wgrad")))
-    expected = {**settings, "tied": True, "per_token_loss": True, "delay_wgrad": True, "max_seq": 9}
+    expected = {
+        **settings,
+        "granularity": "full",
+        "tied": True,
+        "per_token_loss": True,
+        "delay_wgrad": True,
+        "max_seq": 9,
+    }
     assert {name: value for name, value in found.items() if value != plain[name]} == expected
 
 

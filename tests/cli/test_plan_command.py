@@ -15,8 +15,8 @@ def test_contract(capsys: Capsys) -> None:
     assert (result.status, result.err) == (0, "")
     payload = result.json
     assert {name: type(value) for name, value in payload.items()} == {
-        "segments": list, "slots": dict, "replayed_a2a": int, "replayed_a2a_per_layer": float, "order": str,
-        "pair": list, "config": dict,
+        "segments": list, "rebuilt": dict, "slots": dict, "replayed_a2a": int, "replayed_a2a_per_layer": float,
+        "order": str, "pair": list, "config": dict,
     }  # fmt: skip
     assert [segment["layers"] for segment in payload["segments"]] == [[0, 1], [2]]
     assert [segment["inputs"] for segment in payload["segments"]] == [["embedded"], ["1.hidden"]]

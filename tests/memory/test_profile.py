@@ -22,7 +22,8 @@ def test_columns_of_the_json(profile) -> None:
     assert payload["measured"] == payload["predicted"]
     for column in ("measured", "predicted", "formula"):
         assert set(payload[column]) == {
-            "segment_inputs", "pinned_routing", "live_segment", "pending_wgrad", "rng_states", "rest", "total"
+            "segment_inputs", "pinned_routing", "live_segment", "pending_wgrad", "host_inputs", "rng_states", "rest",
+            "total",
         }  # fmt: skip
     assert payload["in_slot_peak"] >= payload["measured"]["total"]
     assert payload["host"]["engine_us"] > 0

@@ -107,7 +107,7 @@ def test_plan_shows_what_each_segment_keeps(capsys: pytest.CaptureFixture[str]) 
     assert segments[1]["inputs"] == ["1.hidden", "ids", *rows]
     assert segments[2]["inputs"] == ["2.hidden", "ids", *rows]
     assert [segment["fed"] for segment in segments] == [rows, ["ids", *rows], ["ids", *rows]]
-    assert segments[1]["pinned"] == ["2.routing"]
+    assert segments[1]["pinned"] == ["2.routing", "2.arrival"]
     assert "2.mtp_post" in segments[1]["replayed"]
 
 

@@ -17,7 +17,8 @@ def test_overlap() -> None:
 
 def test_recompute() -> None:
     assert recompute.__all__ == [
-        "FLAG_NAMES", "ConfigError", "FlagSettings", "Granularity", "Method", "RecomputeConfig", "RecomputeError",
-        "RecomputeSegment", "Replay", "format_segments", "plan_segments", "read_flags",
+        "FLAG_NAMES", "ConfigError", "FlagSettings", "Granularity", "Keep", "Method", "RecomputeConfig",
+        "RecomputeError", "RecomputeModule", "RecomputeSegment", "Replay", "format_segments", "plan_segments",
+        "read_flags",
     ]  # fmt: skip
     assert all(hasattr(recompute, name) for name in recompute.__all__)

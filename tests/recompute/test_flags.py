@@ -27,18 +27,28 @@ def test_no_flags_means_everything_off() -> None:
 
 def test_every_flag_arrives() -> None:
     flags = {
-        "recompute_granularity": "full",
+        "recompute_granularity": "selective",
         "recompute_method": "block",
         "recompute_num_layers": 3,
         "recompute_mtp": True,
         "recompute_replay": "hidden",
+        "recompute_modules": ["attn", "moe_act"],
+        "recompute_keep": "host",
         "overlap_moe_expert_parallel_comm": True,
         "delay_wgrad_compute": True,
         "mtp_num_layers": 2,
     }
     assert set(flags) == set(FLAG_NAMES)
     assert read_flags(flags) == FlagSettings(
-        recompute=RecomputeConfig.block(3, recompute_mtp=True, replay=Replay.HIDDEN),
+        recompute=RecomputeConfig(
+            granularity="selective",
+            method="block",
+            num_layers=3,
+            recompute_mtp=True,
+            replay=Replay.HIDDEN,
+            modules=("attn", "moe_act"),
+            keep="host",
+        ),
         overlap=True,
         delay_wgrad=True,
         mtp_num_layers=2,
@@ -47,7 +57,8 @@ def test_every_flag_arrives() -> None:
 
 def test_none_is_not_set() -> None:
     """As argparse leaves an option that was not given."""
-    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_replay", "mtp_num_layers")
+    names = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_replay", "mtp_num_layers",
+             "recompute_modules", "recompute_keep")  # fmt: skip
     unset = Namespace(**dict.fromkeys(names))
     assert read_flags(unset) == read_flags({})
 
@@ -75,7 +86,8 @@ def test_row_40_dropped_field_is_refused(dropped: str) -> None:
     flags = {name: value for name, value in UNIFORM_1.items() if name != dropped}
     message = refusal(flags)
     left_out = {
-        "recompute_granularity": "recompute_method='uniform': has no effect unless granularity is 'full'",
+        "recompute_granularity": "recompute_method='uniform': has no effect unless granularity is 'full' or "
+        "'selective'",
         "recompute_method": "recompute_method=None: must be 'uniform' or 'block'",
         "recompute_num_layers": "recompute_num_layers=None: must be an integer of at least 1",
     }
@@ -94,8 +106,19 @@ def test_row_40_unknown_name_is_refused(name: str) -> None:
         ({"recompute_num_layers": 0}, "recompute_num_layers=0: must be an integer of at least 1"),
         ({"recompute_num_layers": "1"}, "recompute_num_layers='1': must be an integer of at least 1"),
         ({"recompute_method": "blocks"}, "recompute_method='blocks': must be 'uniform' or 'block'"),
-        ({"recompute_granularity": "half"}, "recompute_granularity='half': must be 'none' or 'full'"),
+        ({"recompute_granularity": "half"}, "recompute_granularity='half': must be 'none', 'full' or 'selective'"),
         ({"recompute_mtp": 1}, "recompute_mtp=1: must be True or False"),
+        (
+            {
+                "recompute_granularity": "selective",
+                "recompute_method": None,
+                "recompute_num_layers": None,
+                "recompute_modules": ["core_att"],
+            },
+            "recompute_modules='core_att': is no module; known are attn, experts, shared_experts, core_attn, "
+            "layernorm, mla_up_proj, moe_act",
+        ),
+        ({"recompute_keep": "hots"}, "recompute_keep='hots': must be 'device', 'host' or 'sharded'"),
         ({"recompute_replay": "early"}, "recompute_replay='early': must be 'just_in_time' or 'hidden'"),
         (
             {"recompute_replay": "hidden"},

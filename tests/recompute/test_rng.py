@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from itertools import product
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
-from recompute.rng import default_generators, seeded, stage_seed
+from recompute.rng import default_generators, draws_inside, seeded, stage_seed
 
 CPU = default_generators(torch.device("cpu"))
 counts = st.integers(0, 10_000)
@@ -96,3 +99,34 @@ def test_named_generators_are_seeded_too() -> None:
 
 def test_default_generators_of_the_cpu() -> None:
     assert (torch.default_generator,) == CPU
+
+
+def test_a_part_draws_again_without_the_rest() -> None:
+    """Its seed is derived from the stage's, so nothing is kept; parts of one name are told apart by their order."""
+
+    def draw(part: Callable[[], AbstractContextManager[None]] | None) -> Tensor:
+        assert part is not None
+        with part():
+            return torch.rand(3)
+
+    def stage() -> tuple[list[Tensor], list[Callable[[], AbstractContextManager[None]] | None]]:
+        with seeded(5, CPU):
+            parts = [draws_inside("core"), draws_inside("core"), draws_inside("other")]
+            return [*map(draw, parts), torch.rand(3)], parts
+
+    drawn, parts = stage()
+    assert len({tuple(values.tolist()) for values in drawn}) == 4
+    with seeded(5, CPU):
+        # The stage's own draws go on as if no part had drawn.
+        assert torch.equal(torch.rand(3), drawn[3])
+    live = torch.get_rng_state()
+    assert all(torch.equal(draw(part), values) for part, values in zip(parts[::-1], drawn[2::-1], strict=True))
+    assert torch.equal(torch.get_rng_state(), live)
+    assert all(torch.equal(a, b) for a, b in zip(stage()[0], drawn, strict=True))
+
+
+def test_a_part_of_no_stage_has_no_seed() -> None:
+    assert draws_inside("core") is None
+    with pytest.raises(ZeroDivisionError), seeded(5, ()):
+        raise ZeroDivisionError
+    assert draws_inside("core") is None

@@ -1,0 +1,132 @@
+"""Where a segment input waits for its replay: host memory, or the memory of other ranks.
+
+Only bytes move: a tensor comes back with its shape, its strides and every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map, tree_map_only
+
+from recompute.config import Keep
+
+# torch 2.13 renamed it, and warns of the old name.
+_all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+
+
+class Store(Protocol):
+    """Takes flat tensors in and gives them back; runs on whatever stream is current."""
+
+    def put(self, flat: Tensor) -> Tensor:
+        """What stands for `flat` [n] until it is wanted again."""
+
+    def get(self, kept: Tensor, length: int, device: torch.device) -> Tensor:
+        """The first `length` elements are those that were put in; on `device`, in memory of their own."""
+
+
+class HostStore:
+    """Host memory, pinned where the tensor is on a GPU, so that both copies run beside kernels."""
+
+    def put(self, flat: Tensor) -> Tensor:
+        """Copy out."""
+        host = torch.empty(flat.shape, dtype=flat.dtype, device="cpu", pin_memory=flat.is_cuda)
+        return host.copy_(flat, non_blocking=True)
+
+    def get(self, kept: Tensor, length: int, device: torch.device) -> Tensor:
+        """Copy in."""
+        return torch.empty(length, dtype=kept.dtype, device=device).copy_(kept, non_blocking=True)
+
+
+class Sharded:
+    """One part on each rank of a group whose ranks all hold the same segment inputs (tensor parallelism).
+
+    Args:
+        group: The ranks; None: all of them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self.ranks = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
+        """Copies of a model use the same group."""
+        return self
+
+    def put(self, flat: Tensor) -> Tensor:
+        """Keep this rank's part, padded to the same length on every rank."""
+        size = shard_length(flat.shape[0], self.ranks)
+        part = flat.new_zeros(size)
+        mine = flat[self._rank * size : (self._rank + 1) * size]
+        part[: mine.shape[0]] = mine
+        return part
+
+    def get(self, kept: Tensor, length: int, device: torch.device) -> Tensor:
+        """Gather the parts of all ranks."""
+        whole = kept.new_empty(kept.shape[0] * self.ranks)
+        _all_gather(whole, kept, group=self._group)
+        return whole
+
+
+Stores = Mapping[Keep, Store]
+HOST_ONLY: Stores = MappingProxyType({Keep.HOST: HostStore()})
+"""What works without a process group."""
+
+
+class Parked(NamedTuple):
+    """A tensor that waits elsewhere."""
+
+    kept: Tensor
+    length: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    device: torch.device
+
+
+def park(value: Any, store: Store) -> Any:
+    """Put the tensors of a value into a store; the rest of it stays as it is.
+
+    Args:
+        value: A tensor, or tuples, lists and dicts of them.
+        store: Where to.
+    """
+    return tree_map_only(Tensor, lambda tensor: _park(tensor, store), value)
+
+
+def fetch(parked: Any, store: Store) -> Any:
+    """A value as `park` took it, in new memory."""
+    return tree_map(lambda leaf: _fetch(leaf, store) if _is_parked(leaf) else leaf, parked, is_leaf=_is_parked)
+
+
+def span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
+    """Elements from the first to the last of a tensor in its storage, gaps included; 0 if it has none."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def shard_length(length: int, ranks: int) -> int:
+    """Elements of each rank's part."""
+    return -(-length // ranks)
+
+
+def _park(tensor: Tensor, store: Store) -> Parked:
+    shape, stride = tuple(tensor.shape), tensor.stride()
+    length = span(shape, stride)
+    flat = tensor.detach().as_strided((length,), (1,))
+    return Parked(store.put(flat), length, shape, stride, tensor.device)
+
+
+def _fetch(parked: Parked, store: Store) -> Tensor:
+    flat = store.get(parked.kept, parked.length, parked.device)
+    return flat.as_strided(parked.shape, parked.stride)
+
+
+def _is_parked(leaf: Any) -> bool:
+    return type(leaf) is Parked
