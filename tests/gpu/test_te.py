@@ -65,6 +65,8 @@ CASES: dict[str, tuple[RecomputeConfig, bool, dict[str, Any]]] = {
     "dense": (UNIFORM1, True, {"dense_layers": 2}),
     "idle-experts": (UNIFORM1, True, {"experts": 64, "topk": 1}),
     "padding": (UNIFORM1, False, {"padding": True}),
+    "selective-moe-act": (RecomputeConfig.selective("moe_act"), False, {}),
+    "selective-attention": (RecomputeConfig.selective("core_attn", "layernorm", "mla_up_proj"), True, {}),
 }
 CORE_PRECISIONS = ("bf16", "block", "current", "delayed")
 CORE_CASES = ("uniform1", "uniform2", "block2", "hidden1", "delayed-wgrad", "mhc4", "dropout", "attention-dropout")
