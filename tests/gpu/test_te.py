@@ -44,7 +44,12 @@ PRECISIONS = {
     "delayed": Fp8Config(recipe="delayed", amax_history=4),
     "block-ends-bf16": Fp8Config(recipe="block", first_bf16=1, last_bf16=1),
 }
-ATTENTIONS: dict[str, dict[str, Any]] = {"mla": {}, "gqa": {"attention": "gqa", "kv_heads": 2, "head_dim": 64}}
+ATTENTIONS: dict[str, ModelConfig] = {
+    "mla": ModelConfig(**SHAPE),
+    "gqa": ModelConfig(
+        layers=2, hidden=256, heads=4, attention="gqa", kv_heads=2, head_dim=64, max_seq=256, dtype="bfloat16"
+    ),
+}
 UNIFORM1 = RecomputeConfig.uniform(1)
 HIDDEN1 = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
 HIDDEN2 = RecomputeConfig.uniform(2, replay=Replay.HIDDEN)
@@ -110,7 +115,7 @@ def batches(config: ModelConfig, steps: int = 2, microbatches: int = 4) -> list[
 @pytest.mark.parametrize("shape", ATTENTIONS)
 def test_attention_is_torchs(shape):
     """Whatever the strides, and without touching the generator."""
-    config = ModelConfig(**{**SHAPE, **ATTENTIONS[shape]})
+    config = ATTENTIONS[shape]
     latent = shape == "mla"
     width, value_width = (config.nope_dim + config.rope_dim, config.value_dim) if latent else (config.head_dim,) * 2
     heads = (config.heads, *(config.heads if latent else config.kv_heads,) * 2)
