@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.measure import Bench, Measured
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
-from benchmarks.memory.te import te
+from benchmarks.memory.te import te, te_light
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
@@ -73,6 +73,7 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "host": (("host", host),),
     "queues": (("queues", queues),),
     "te": (("te", te),),
+    "te-light": (("te", te_light),),
     "h200": (
         ("memory", memory),
         ("overhead", overhead),
