@@ -77,7 +77,8 @@ def train_step(
             check_stages(chunk, microbatches[0])
         chunk.checked = True
     kept = replayed_feeds(chunk, len(microbatches))
-    states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
+    first = chunk.first_draw(len(microbatches))
+    states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _, _ in plans]
     with engine_for(chunk, running, observers, engine_type, reduce=last) as engine, rollback(chunk.program) as before:
         for plan, forward, backward in plans:
@@ -123,7 +124,8 @@ def forward_only(
     """
     check_feeds(chunk.program, microbatches)
     plan = chunk.planner.forward_plan()
-    states = [MicrobatchState(number, feeds, 1.0) for number, feeds in enumerate(microbatches)]
+    first = chunk.first_draw(len(microbatches))
+    states = [MicrobatchState(number, feeds, 1.0, first) for number, feeds in enumerate(microbatches)]
     running = [plan] * len(microbatches)
     with (
         engine_for(chunk, running, observers, engine_type, reduce=False) as engine,

@@ -81,8 +81,10 @@ class ChunkStage(StaticStage):
             scale: Factor on every loss gradient.
             kept: Per microbatch, the feeds that are copied because a replay reads them again.
         """
+        first = self.chunk.first_draw(len(microbatches))
         for number, feeds in enumerate(microbatches):
-            self.states[number] = MicrobatchState(number, snapshot_feeds(self._own(feeds), kept[number]), scale)
+            own = snapshot_feeds(self._own(feeds), kept[number])
+            self.states[number] = MicrobatchState(number, own, scale, first)
             self._shapes[number] = self.part.state_shape(feeds["ids"])
         self._configs = self.chunk.configs(len(microbatches))
         self._trained = self.chunk.program.trained()
