@@ -33,7 +33,8 @@ class ProgramBuilder:
     '0.attn'
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, first_layer: int = 0) -> None:
+        self._first_layer = first_layer
         self._stages: list[Stage] = []
         self._inputs: list[Input] = []
         self._losses: list[Loss] = []
@@ -168,8 +169,11 @@ class ProgramBuilder:
         nondiff: Sequence[str] = (),
         pins: Sequence[str] = (),
         adjoint: Callable[..., Any],
+        lane: Lane = Lane.COMM,
     ) -> tuple[Value, ...]:
-        """Add a stage of the communication lane: communication only, with a hand-written backward (R11).
+        """Add a stage of a communication lane: communication only, with a hand-written backward (R11).
+
+        A stage without outputs hands its reads out of the program: its adjoint brings their gradients in.
 
         Args:
             name: Stage name; orders place stages by it.
@@ -179,6 +183,7 @@ class ProgramBuilder:
             nondiff: Names of the written values that carry none, as a library's handle.
             pins: Names of `nondiff` values that a replay and the adjoint get from the first pass.
             adjoint: Its backward, see ir.Stage.
+            lane: Where it runs.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -187,7 +192,7 @@ class ProgramBuilder:
         stage = Stage(
             layer=self._layer,
             name=name,
-            lane=Lane.COMM,
+            lane=lane,
             reads=tuple(value.name for value in reads),
             writes=tuple(names.values()),
             forward=forward,
@@ -206,7 +211,7 @@ class ProgramBuilder:
         """Check the stages and return them as a Program.
 
         Raises:
-            ProgramError: See ir.check_program.
+            ProgramError: See declarations.check_program.
         """
         return Program(
             stages=(*self._weights(), *self._stages),
@@ -215,6 +220,7 @@ class ProgramBuilder:
             outputs=tuple(value.name for value in outputs),
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
+            first_layer=self._first_layer,
             step_states=tuple(self._step_states),
         )
 

@@ -90,7 +90,7 @@ def _run(chunk: ModelChunk, stage: Stage, program: Program, inputs: Sequence[Any
         if stage.context is not None:
             stack.enter_context(stage.context())
         if stage.draws_rng:
-            seed = stage_seed(chunk.seed, -1, 0, stage.layer, stage.name)
+            seed = stage_seed(chunk.seed, -1, chunk.first_draw(1), stage.layer, stage.name)
             stack.enter_context(seeded(seed, default_generators(chunk.device)))
         result = stage.forward(*leaves, **keywords)
     outputs = result if len(stage.writes) != 1 else (result,)

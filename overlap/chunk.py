@@ -151,6 +151,14 @@ class ModelChunk(nn.Module):
             raise ConfigError(field="recompute", value=f"{len(self.recompute)} configs", rule=rule)
         return list(self.recompute)
 
+    def first_draw(self, num_microbatches: int) -> int:
+        """Number of this rank's first microbatch for seeds: a step's are counted through all data ranks, rank by rank.
+
+        So data ranks draw different masks, stages of one replica count alike, and a rank draws what one process would
+        that runs all data ranks' microbatches.
+        """
+        return self.world.data_rank * num_microbatches
+
     def settings(self, num_microbatches: int) -> dict[str, object]:
         """What all ranks of a pipeline stage must agree on before their first step, causes first."""
         program, parameters = self.program, dict(self.module.named_parameters())

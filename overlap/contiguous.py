@@ -38,7 +38,8 @@ def contiguous_step(
         check_contiguous(config)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
-    states = [MicrobatchState(number, feeds, scale) for number, feeds in enumerate(microbatches)]
+    first = chunk.first_draw(len(microbatches))
+    states = [MicrobatchState(number, feeds, scale, first) for number, feeds in enumerate(microbatches)]
     with no_autocast(chunk.device.type):
         for owner, config in zip(states, chunk.configs(len(states)), strict=True):
             _microbatch(chunk, owner, config, precision)
@@ -87,7 +88,8 @@ def _run_stage(
     """Run one stage on aliases of its reads and add what it writes to `values`."""
     program = chunk.program
     inputs = [v if program.nondiff(n) else border(v) for n, v in ((name, values[name]) for name in stage.reads)]
-    values.update(zip(stage.writes, forward_stage(chunk, stage, owner.number, inputs, precision, pinned), strict=True))
+    result = forward_stage(chunk, stage, owner.draws_as, inputs, precision, pinned)
+    values.update(zip(stage.writes, result, strict=True))
 
 
 class _ProgramLayer:

@@ -41,11 +41,16 @@ class Observer(Protocol):
 class MicrobatchState:
     """What is alive of one microbatch."""
 
-    __slots__ = ("effects", "events", "grads", "number", "outputs", "pending", "scale", "snapshots", "tapes", "values")
+    __slots__ = (
+        "draws_as", "effects", "events", "grads", "number", "outputs", "pending", "scale", "snapshots", "tapes",
+        "values",
+    )  # fmt: skip
 
-    def __init__(self, number: int, feeds: Feeds, scale: float) -> None:
+    def __init__(self, number: int, feeds: Feeds, scale: float, first: int = 0) -> None:
         self.number = number
-        """Its number within the step; seeds and the order of effects follow it."""
+        """Its number within the step on this rank; the order of effects follows it."""
+        self.draws_as = first + number
+        """Its number among those of all data ranks, where this rank's begin at `first`; seeds follow it (R4)."""
         self.scale = scale
         """What the gradient of every loss is multiplied with."""
         self.values: dict[Key, Any] = {(name, 0): value for name, value in feeds.items()}
@@ -136,7 +141,7 @@ class Engine:
 
     def seed_of(self, stage: Stage, owner: MicrobatchState) -> int:
         """Seed that a stage draws from, in every pass."""
-        return rng.stage_seed(self._run_seed, self._step, owner.number, stage.layer, stage.name)
+        return rng.stage_seed(self._run_seed, self._step, owner.draws_as, stage.layer, stage.name)
 
     def _first_pass(self, issue: Issue, owner: MicrobatchState) -> None:
         stage = issue.stage
@@ -231,7 +236,8 @@ class Engine:
         self, issue: Issue, owner: MicrobatchState, gradients: Sequence[Tensor | None]
     ) -> Sequence[Tensor | None]:
         stage = issue.stage
-        if stage.adjoint is None or all(gradient is None for gradient in gradients):
+        # Without writes, what the stage's reads do is decided outside the program: the adjoint brings their gradients.
+        if stage.adjoint is None or (gradients and all(gradient is None for gradient in gradients)):
             return [None] * len(issue.gives)
         pinned = tuple(owner.values[key] for key in issue.reads)
         with torch.no_grad():

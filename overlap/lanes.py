@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from overlap.ir import StageKey
+from overlap.ir import Lane, StageKey
 from overlap.lower import Event, Issue, Key, Piece
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients
@@ -60,6 +60,9 @@ class Lanes(Protocol):
             What `begin` of a waiting issue finds in `owner.events`; only used if `issue.signals`.
         """
 
+    def enter(self, lane: Lane) -> None:
+        """Make a lane current outside any issue, as for a receive that is posted between two plans."""
+
     def finish(self) -> None:
         """Join all lanes with the caller's: the step is over, or was abandoned."""
 
@@ -72,6 +75,9 @@ class NullLanes:
 
     def end(self, issue: Issue, owner: Owner) -> None:
         """Nothing to mark."""
+
+    def enter(self, lane: Lane) -> None:
+        """There is only one."""
 
     def finish(self) -> None:
         """Nothing to join."""

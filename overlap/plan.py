@@ -24,9 +24,10 @@ BACKWARD_SIDE = 0
 
 
 def segments_of(program: Program, config: RecomputeConfig) -> tuple[RecomputeSegment, ...]:
-    """The segments of a program's layers under a config (R1)."""
-    mtp = len(program.mtp_layers)
-    return plan_segments(len(program.layers) - mtp, mtp, config)
+    """The segments of a program's layers under a config (R1); the rule counts from the program's first layer."""
+    mtp, first = len(program.mtp_layers), program.first_layer
+    segments = plan_segments(len(program.layers) - mtp, mtp, config)
+    return tuple(RecomputeSegment(tuple(layer + first for layer in segment.layers)) for segment in segments)
 
 
 def make_schedule(

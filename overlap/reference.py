@@ -39,7 +39,7 @@ def reference_step(
     states = []
     with no_autocast(chunk.device.type), chunk.parallel.whole():
         for number, feeds in enumerate(microbatches):
-            owner = MicrobatchState(number, feeds, scale)
+            owner = MicrobatchState(number, feeds, scale, chunk.first_draw(len(microbatches)))
             _microbatch(chunk, owner, precision)
             states.append(owner)
             chunk.parallel.after_microbatch(chunk.program, last=last and number == len(microbatches) - 1)
@@ -55,7 +55,7 @@ def _microbatch(chunk: ModelChunk, owner: MicrobatchState, precision: Precision 
     for stage in program.stages:
         # Each stage reads aliases, so that its own uses of a value are summed before other stages' (R3).
         inputs = [v if program.nondiff(name) else border(v) for name, v in ((n, values[n]) for n in stage.reads)]
-        result = forward_stage(chunk, stage, owner.number, inputs, precision, None)
+        result = forward_stage(chunk, stage, owner.draws_as, inputs, precision, None)
         values.update(zip(stage.writes, result, strict=True))
         owner.effects += [(effect, detached(values[effect.value])) for effect in stage.effects]
     start_backward(program, owner, values)

@@ -76,10 +76,11 @@ def train_step(
         with chunk.parallel.whole():
             check_stages(chunk, microbatches[0])
         chunk.checked = True
-    kept = _replayed_feeds(chunk, len(microbatches))
-    states = [MicrobatchState(n, _snapshot(feeds, kept[n]), scale) for n, feeds in enumerate(microbatches)]
+    kept = replayed_feeds(chunk, len(microbatches))
+    first = chunk.first_draw(len(microbatches))
+    states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _, _ in plans]
-    with _step(chunk, running, observers, engine_type, reduce=last) as engine, _rollback(chunk.program) as before:
+    with engine_for(chunk, running, observers, engine_type, reduce=last) as engine, rollback(chunk.program) as before:
         for plan, forward, backward in plans:
             engine.run(plan, _bind(states, forward, backward))
     for owner, feeds in zip(states, microbatches, strict=True):
@@ -123,11 +124,12 @@ def forward_only(
     """
     check_feeds(chunk.program, microbatches)
     plan = chunk.planner.forward_plan()
-    states = [MicrobatchState(number, feeds, 1.0) for number, feeds in enumerate(microbatches)]
+    first = chunk.first_draw(len(microbatches))
+    states = [MicrobatchState(number, feeds, 1.0, first) for number, feeds in enumerate(microbatches)]
     running = [plan] * len(microbatches)
     with (
-        _step(chunk, running, observers, engine_type, reduce=False) as engine,
-        _rollback(chunk.program, always=True),
+        engine_for(chunk, running, observers, engine_type, reduce=False) as engine,
+        rollback(chunk.program, always=True),
     ):
         for owner in states:
             engine.run(plan, {FORWARD_SIDE: owner})
@@ -157,7 +159,7 @@ def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
     return plans
 
 
-def _replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:
+def replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:
     """Per microbatch, the fed values without gradient that its replays read again."""
     trained = chunk.program.trained()
     plain = {source.name for source in chunk.program.inputs if not source.needs_grad}
@@ -167,7 +169,7 @@ def _replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[
     ]
 
 
-def _snapshot(feeds: Feeds, kept: frozenset[str]) -> Feeds:
+def snapshot_feeds(feeds: Feeds, kept: frozenset[str]) -> Feeds:
     """The feeds, copied where a replay reads them: what the caller does to them later must not reach it."""
     return {name: _copy(value) if name in kept else value for name, value in feeds.items()}
 
@@ -267,7 +269,7 @@ def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int 
 
 
 @contextmanager
-def _step(
+def engine_for(
     chunk: ModelChunk,
     plans: Sequence[Plan],
     observers: Sequence[Observer],
@@ -308,7 +310,7 @@ def _abandon(chunk: ModelChunk) -> None:
 
 
 @contextmanager
-def _rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
+def rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
     """Put in-place state back if the step fails (always: also if it does not); gives what it was."""
     changed = [*(stage.state for stage in program.stages), *(moving.buffers for moving in program.step_states)]
     buffers = [(live, state.take(live)) for live in changed if live]

@@ -67,13 +67,9 @@ class StreamLanes:
 
     def begin(self, issue: Issue, owner: Owner) -> None:
         """Switch to the issue's stream, wait, and hold what it uses of other lanes' memory."""
-        if not self._streams:
-            self._start()
         lane = issue.lane
+        self.enter(lane)
         stream = self._streams[lane]
-        if lane is not self._lane:
-            torch.accelerator.set_stream(stream)
-            self._lane = lane
         self._issued[lane] += 1
         for event in issue.waits:
             mark: Mark = owner.events[event]
@@ -96,6 +92,14 @@ class StreamLanes:
         event = torch.Event(self._device)
         event.record(self._streams[issue.lane])
         return Mark(event, issue.lane, self._issued[issue.lane])
+
+    def enter(self, lane: Lane) -> None:
+        """Make the lane's stream current."""
+        if not self._streams:
+            self._start()
+        if lane is not self._lane:
+            torch.accelerator.set_stream(self._streams[lane])
+            self._lane = lane
 
     def finish(self) -> None:
         """Join all lanes with each other and make the compute stream current again."""

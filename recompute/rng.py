@@ -21,7 +21,7 @@ def stage_seed(run_seed: int, step: int, microbatch: int, layer: int | None, sta
     Args:
         run_seed: The run's seed.
         step: Steps done before this one.
-        microbatch: Number within the step.
+        microbatch: Number within the step, through all data ranks.
         layer: Layer of the stage; None outside any layer.
         stage: Stage name.
     """

@@ -18,10 +18,23 @@ PURE = (
     *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
     *(
         f"overlap.{name}"
-        for name in ("builder", "chain", "clocks", "costs", "errors", "expand", "hidden", "ir", "keeping", "lower")
+        for name in (
+            "builder",
+            "chain",
+            "clocks",
+            "costs",
+            "declarations",
+            "errors",
+            "expand",
+            "hidden",
+            "ir",
+            "keeping",
+            "lower",
+        )
     ),
     *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
     "overlap.parallel.layout",
+    *(f"overlap.{name}" for name in ("pipelining.layout", "pipelining.plans", "transfers")),
     "overlap.signature",
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
     *(f"overlap.memory.{name}" for name in ("bins", "facts", "refs", "trace")),

@@ -61,9 +61,10 @@ class Bench:
 
     Args:
         proxy: Name of its shape.
+        batch: Sequences of a microbatch.
     """
 
-    def __init__(self, proxy: str) -> None:
+    def __init__(self, proxy: str, batch: int = 1) -> None:
         self.config: ModelConfig = PROXIES[proxy]
         with DEVICE:
             self._model = Decoder(self.config, seed=0, init=init_on_device)
@@ -71,7 +72,8 @@ class Bench:
         for parameter in self._model.parameters():
             parameter.grad = torch.zeros_like(parameter)
         self._lanes = StreamLanes(DEVICE)
-        self.feeds = random_feeds(self.config.vocab)
+        self.batch = batch
+        self.feeds = random_feeds(self.config.vocab, batch=batch)
 
     def chunk(self, case: Case) -> ModelChunk:
         """The model under a case's settings; all cases share its weights."""
@@ -140,7 +142,7 @@ class Bench:
         trips = [
             issue for plan, _, _ in step_plans(chunk, MICROBATCHES) for issue in plan.issues if issue.lane is Lane.COMM
         ]
-        rows = torch.randn(SEQ * self.config.topk, self.config.hidden, device=DEVICE, dtype=torch.bfloat16)
+        rows = torch.randn(self.batch * SEQ * self.config.topk, self.config.hidden, device=DEVICE, dtype=torch.bfloat16)
         transport = HostLoopback(case.wire_scale)
 
         def run() -> None:
@@ -216,12 +218,12 @@ def timed(step: Callable[[], object]) -> float:
     return float(begin.elapsed_time(end))
 
 
-def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0) -> list[Feeds]:
+def random_feeds(vocab: int, seq: int = SEQ, seed: int = 0, batch: int = 1) -> list[Feeds]:
     """The microbatches of one step, each a sequence of `seq` tokens."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Feeds:
-        tokens = torch.randint(vocab, (1, seq + 1), generator=generator).to(DEVICE)
+        tokens = torch.randint(vocab, (batch, seq + 1), generator=generator).to(DEVICE)
         return {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
 
     return [draw() for _ in range(MICROBATCHES)]

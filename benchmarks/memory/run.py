@@ -22,8 +22,8 @@ from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.markdown import markdown
 from benchmarks.memory.measure import Bench, Measured
 from benchmarks.memory.oracle import oracle
-from benchmarks.memory.speed import exposed, host, loopback, overhead, queues
-from benchmarks.memory.te import te
+from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
+from benchmarks.memory.te import te, te_light
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
@@ -72,10 +72,12 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "oracle": (("oracle", oracle),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
+    "wide": (("wide", wide),),
     "exposed": (("exposed", exposed),),
     "host": (("host", host),),
     "queues": (("queues", queues),),
     "te": (("te", te),),
+    "te-light": (("te", te_light),),
     "h200": (
         ("memory", memory),
         ("overhead", overhead),

@@ -8,9 +8,11 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.memory.cases import PROXIES, Case, Path, hidden
-from benchmarks.memory.measure import Bench, Measured, timed
+from benchmarks.memory.measure import DEVICE, Bench, Measured, timed
 from overlap.backends import load_backend
 from overlap.model.fp8 import Fp8Config
 from recompute import RecomputeConfig
@@ -56,6 +58,44 @@ def te() -> list[dict[str, Any]]:
             torch.cuda.empty_cache()
         results += _in_turns(proxy)
     return [asdict(result) for result in results]
+
+
+def te_light() -> list[dict[str, Any]]:
+    """Uniform 1 with exposed and hidden replay on proxy-8, exposed on proxy-16; torch's layers for comparison."""
+    attention = _torch_attention()
+    one = RecomputeConfig.uniform(1)
+    results: list[Measured] = []
+    for proxy, arm, rules in (
+        ("proxy-8", "te bf16", (one, hidden(one))),
+        ("proxy-8", "te fp8 block", (one, hidden(one))),
+        ("proxy-8", "torch bf16", (one, hidden(one))),
+        ("proxy-16", "te bf16", (one,)),
+        ("proxy-16", "torch bf16", (one,)),
+    ):
+        label = f"torch bf16 with {attention.name}" if arm == "torch bf16" else arm
+        bench = BackendBench(proxy, arm)
+        with sdpa_kernel(attention):
+            for rule in rules:
+                case = Case(proxy=proxy, recompute=rule)
+                results.append(replace(bench.measure(case, steps=3), name=f"{label}, {case.name}"))
+                _report(results[-1])
+        del bench
+        gc.collect()
+        torch.cuda.empty_cache()
+    return [asdict(result) for result in results]
+
+
+def _torch_attention() -> SDPBackend:
+    """The fastest of torch's own that runs here: beside another cuDNN than it was built with, that one may not."""
+    query = torch.randn(1, 16, 256, 192, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    value = torch.randn(1, 16, 256, 128, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    try:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            torch.autograd.backward(F.scaled_dot_product_attention(query, query, value, is_causal=True).sum())
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return SDPBackend.EFFICIENT_ATTENTION
+    return SDPBackend.CUDNN_ATTENTION
 
 
 def _cases(proxy: str) -> list[Case]:

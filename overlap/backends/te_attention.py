@@ -5,6 +5,8 @@ Legend: B sequences, S positions, H heads, d head width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -108,7 +110,19 @@ class TECoreAttention(CoreAttention):
             return super().forward(query, key, value, dropout, mask)
         (module,) = self._module
         module.train(self.training)
-        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
-        with _IN_FULL():
+        # It reads [B, S, H, d] as if contiguous, whatever the strides: views of [B, H, S, d] would be other numbers.
+        query, key, value = (x.transpose(1, 2).contiguous() for x in (query, key, value))
+        with _IN_FULL(), nullcontext() if dropout else _generator_at_rest():
             result: Tensor = module(query, key, value)
         return result
+
+
+@contextmanager
+def _generator_at_rest() -> Iterator[None]:
+    """Put the generator back afterwards: the kernel moves it on without dropout too, though it draws nothing."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    offset = generator.get_offset()
+    try:
+        yield
+    finally:
+        generator.set_offset(offset)

@@ -7,6 +7,7 @@ Legend: N rows sorted by expert, C hidden, E experts, W inner width.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -16,10 +17,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from overlap.backends.te_products import GroupedProduct, Product
 from overlap.backends.te_scaling import make_state
 from overlap.dispatch import Arrival, Routing
-from overlap.model.experts import GroupedExperts
+from overlap.model.experts import GroupedExperts, activate
 from overlap.model.init import Sliced
 from overlap.model.row_padding import make_padding
-from overlap.model.swiglu import swiglu
+from recompute.inner import rebuild
+from recompute.modules import RecomputeModule
 
 
 class TELayer(nn.Module):
@@ -109,7 +111,7 @@ class TEExperts(TELayer, Sliced):
         """Apply each row's expert; arguments and result as GroupedExperts'."""
         padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
         inner = self._first(self.gate_up, padding.pad(rows), padding.splits)
-        weighted = swiglu(inner, padding.pad(probs)).to(rows.dtype)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, padding.pad(probs))
         return padding.unpad(self._second(self.down, weighted, padding.splits))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from overlap.dispatch.symmetric_memory import SymmetricMemory, mapped_peers
 from overlap.engine import Feeds
 from overlap.lanes import Lanes, NullLanes
 from overlap.model import Decoder
+from overlap.model.cut import NO_BORDER, Border, Cut
 from overlap.model.precision import DTYPES, wide_dtype
 from overlap.model.routes import fix_route
 from overlap.orders import load_order
@@ -49,6 +51,29 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
     Raises:
         ConfigError, ProgramError, ScheduleError: The options do not fit together.
     """
+    bench = make_bench(options, world)
+    if not options.program:
+        return make_decoder_chunk(options, bench)
+    module, _ = load_own_model(options.program)(options.seed, 1)
+    return _make_chunk(module, PerMicrobatch(), options, bench)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """What all chunks of a rank run on."""
+
+    world: World
+    device: torch.device
+    works: Works
+    lanes: Lanes
+
+
+def make_bench(options: Options, world: World) -> Bench:
+    """The device and lanes of this rank.
+
+    Raises:
+        ConfigError: There is no such device.
+    """
     # More threads wait for each other on a shared machine, and gain little on small shapes.
     torch.set_num_threads(options.threads)
     device = torch.device(options.device) if world.groups is None else world.device
@@ -57,16 +82,31 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
             field="device", value=options.device, rule="this machine or this torch build has no such device"
         )
     works = Works()
-    if options.program:
-        module, _ = load_own_model(options.program)(options.seed, 1)
-        scale: LossScale = PerMicrobatch()
-    else:
-        module = Decoder(options.model, transport=_transport(options, world, works), seed=options.seed)
-        scale = _token_scale(world) if options.model.per_token_loss else PerMicrobatch()
-        _fix_route(module, options)
-    module = module.to(device)
+    return Bench(world=world, device=device, works=works, lanes=_lanes(device, works, world))
+
+
+def make_decoder_chunk(
+    options: Options,
+    bench: Bench,
+    *,
+    cut: Cut | None = None,
+    border: Border = NO_BORDER,
+    split_embedding: bool = False,
+) -> ModelChunk:
+    """The built-in decoder, or a part of it; see Decoder for cut, border and split_embedding."""
+    module = Decoder(
+        options.model, transport=_transport(options, bench.world, bench.works), seed=options.seed,
+        cut=cut, border=border, split_embedding=split_embedding,
+    )  # fmt: skip
+    _fix_route(module, options)
+    scale = _token_scale(bench.world) if options.model.per_token_loss else PerMicrobatch()
+    return _make_chunk(module, scale, options, bench)
+
+
+def _make_chunk(module: nn.Module, scale: LossScale, options: Options, bench: Bench) -> ModelChunk:
+    module = module.to(bench.device)
     if isinstance(module, Decoder):
-        module = load_backend(options.backend.name, options.backend.fp8, world).convert(module)
+        module = load_backend(options.backend.name, options.backend.fp8, bench.world).convert(module)
     return ModelChunk(
         module,
         recompute=options.recompute,
@@ -74,8 +114,8 @@ def build_chunk(options: Options, world: World = SOLO) -> ModelChunk:
         delay_wgrad=options.delay_wgrad,
         seed=options.seed,
         loss_scale=scale,
-        lanes=_lanes(device, works, world),
-        world=world,
+        lanes=bench.lanes,
+        world=bench.world,
     )
 
 

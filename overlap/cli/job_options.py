@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,16 @@ from overlap.planning.presets import PRESET_SEQ, PRESETS, load_preset
 from recompute.errors import ConfigError
 
 _JOB = ("preset", "pp", "ep", "dp", "virtual", "schedule", "routing", "skew", "optimizer", "keep_sends", "device_model")
+SHARED = ("pp", "schedule")
+"""Options that a pipeline which is planned slot by slot has too, under the same names."""
+_PIPELINE_ONLY = ("vpp", "pp_layout", "pin_activations")
 _TOKEN_FEEDS = ("padding", "packed")
 _PER_RANK = 4
 """Microbatches per pipeline rank, where none are given."""
 
 
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options to a command's parser."""
+def add_job_options(parser: argparse.ArgumentParser, shared: Collection[str] = ()) -> None:
+    """Add the options to a command's parser; those in `shared` it has already."""
     group = parser.add_argument_group("job", "the ranks that a prediction is for")
     default = f"default {PipelineSchedule.DUALPIPEV} with --pp"
     for name, kind, metavar, text in (
@@ -36,10 +39,24 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
         ("optimizer", str, "NAME", f"{', '.join(Optimizer)} (default distributed)"),
         ("device-model", str, "NAME", f"rates that times come from: {', '.join(DEVICES)}"),
     ):
+        if name in shared:
+            continue
         dest = f"job_{name.replace('-', '_')}"
         group.add_argument(f"--{name}", dest=dest, type=kind, metavar=metavar, help=text)
     text = "what a rank sent stays until the step ends, as in torch's pipeline runtime"
     group.add_argument("--keep-sends", dest="job_keep_sends", action="store_true", default=None, help=text)
+
+
+def share_with_job(args: argparse.Namespace) -> None:
+    """Read the options of a pipeline as those of a job.
+
+    Raises:
+        ConfigError: Names one that a job has not.
+    """
+    for name in _PIPELINE_ONLY:
+        if getattr(args, name):
+            raise ConfigError(field=name, value=getattr(args, name), rule="has no effect with --budget; see --virtual")
+    args.job_pp, args.job_schedule = args.pp, args.schedule
 
 
 def given_job_options(args: argparse.Namespace) -> list[str]:
@@ -118,7 +135,7 @@ def describe_job(job: Job) -> dict[str, object]:
 
 def _given(args: argparse.Namespace, name: str) -> Any:
     """What the command line says of a job option: other commands run on real ranks, under names of their own."""
-    return getattr(args, f"job_{name}")
+    return getattr(args, f"job_{name}", None)
 
 
 def _changed(args: argparse.Namespace, names: Iterable[str]) -> Iterable[tuple[str, Any]]:

@@ -76,7 +76,7 @@ def read_parallel(args: argparse.Namespace) -> ParallelOptions:
     """
     if "ep" not in vars(args):
         return ParallelOptions()
-    layout = ParallelLayout(world_size=launched_processes(), ep=args.ep)
+    layout = ParallelLayout(world_size=launched_processes(), ep=args.ep, pp=vars(args).get("pp", 1))
     seconds = args.collective_timeout
     if not 0 < seconds < math.inf:
         raise ConfigError(field="collective_timeout", value=seconds, rule="must be above 0 seconds and finite")

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, parallel, to_device
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined
+from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
 from overlap.cli.report import console, messages, print_json
 from overlap.parallel.world import SOLO, World
 from overlap.training.checkpoint import load_checkpoint, save_checkpoint
@@ -34,6 +37,7 @@ def add_parser(commands: Any) -> None:
     )
     add_shared_options(parser)
     add_parallel_options(parser)
+    add_pipeline_options(parser)
     parser.set_defaults(seq=(64,), batch=4, microbatches=4, hidden=64, ffn_width=128, expert_width=48, shared_width=48)
     job = parser.add_argument_group("job")
     job.add_argument("--text", nargs="+", metavar="PATH", help="text files (default: text that CPython ships)")
@@ -59,6 +63,11 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
     _check_places(args, several=options.parallel.layout.world_size > 1)
     with joined(options.parallel, options.device) as world:
+        if wants_pipeline(args):
+            # imported here: it takes from this module what both share
+            from overlap.cli.pipeline_train import train_in_pipeline
+
+            return train_in_pipeline(options, args, world)
         return _run(options, args, world)
 
 
@@ -67,18 +76,24 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
         _resume(Path(args.resume), trainer, config)
-    reports = _train(trainer, args.steps)
+    reports = run_steps(trainer, args.steps)
     if args.save is not None:
         _save(Path(args.save), trainer, config)
     if world.rank:
         return 0
+    report(options, args, reports, {})
+    return 0
+
+
+def report(options: Options, args: argparse.Namespace, reports: list[StepReport], more: dict[str, object]) -> None:
+    """Print what came of a run; `more` are further options of it."""
     payload = {
         "losses": [report.loss for report in reports],
         "losses_by_name": {name: [report.losses[name] for report in reports] for name in reports[0].losses},
         "first_step": reports[0].step,
         "tokens_per_second": sorted(report.tokens_per_second for report in reports)[len(reports) // 2],
         "milliseconds": sorted(report.milliseconds for report in reports)[len(reports) // 2],
-        "config": {**describe(options), "steps": args.steps, "lr": args.lr},
+        "config": {**describe(options), **more, "steps": args.steps, "lr": args.lr},
     }
     if options.json:
         print_json(payload)
@@ -90,7 +105,6 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
         for name, first in reports[0].losses.items():
             if name != "loss":
                 console.print(f"  {name} {first:.4f} -> {reports[-1].losses[name]:.4f}")
-    return 0
 
 
 def _check_places(args: argparse.Namespace, *, several: bool) -> None:
@@ -124,11 +138,16 @@ def _resume(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
 def make_trainer(options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO) -> Trainer:
     """A trainer on text; the vocabulary is the 256 bytes."""
     options = replace(options, model=replace(options.model, vocab=VOCAB))
-    text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
-    data = partial(_data, text, options)
+    data = text_data(options, paths)
     per_token = options.model.per_token_loss
     chunk = parallel(build_chunk(options, world), options)
     return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token)
+
+
+def text_data(options: Options, paths: list[str] | None) -> Callable[[int], Any]:
+    """Microbatches of text by step."""
+    text = ByteText([Path(path) for path in paths] if paths else [default_text()], options.seq)
+    return partial(_data, text, options)
 
 
 def _data(text: ByteText, options: Options, step: int) -> Any:
@@ -162,7 +181,17 @@ def saved_config(options: Options) -> dict[str, object]:
     return {name: value for name, value in describe(options).items() if name not in how}
 
 
-def _train(trainer: Trainer, steps: int) -> list[StepReport]:
+class _Steps(Protocol):
+    """A trainer of any kind."""
+
+    chunk: ModelChunk
+
+    def step(self) -> StepReport:
+        """One step."""
+
+
+def run_steps(trainer: _Steps, steps: int) -> list[StepReport]:
+    """Train, with a progress bar on a terminal."""
     reports: list[StepReport] = []
     quiet = trainer.chunk.world.rank > 0 or not messages.is_terminal
     columns = (

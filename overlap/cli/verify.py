@@ -14,6 +14,8 @@ from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
+from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
+from overlap.cli.pipeline_verify import verify_in_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.controls import CONTROLS, make_control
 from overlap.engine import Engine
@@ -36,6 +38,7 @@ def add_parser(commands: Any) -> None:
     )
     add_shared_options(parser)
     add_parallel_options(parser)
+    add_pipeline_options(parser)
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
     parser.add_argument("--reproduce", action="store_true", help="run each arm twice first (always with --device cuda)")
     parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
@@ -53,6 +56,8 @@ def _verify(args: argparse.Namespace, options: Options) -> int:
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     with joined(options.parallel, options.device) as world:
+        if wants_pipeline(args):
+            return verify_in_pipeline(options, args, world)
         return _run(options, args, world)
 
 

@@ -5,7 +5,7 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import cast
 
@@ -18,6 +18,7 @@ from overlap.dispatch import LocalTransport, Transport
 from overlap.ir import Program
 from overlap.model.backend import Backend, TorchBackend
 from overlap.model.config import ModelConfig
+from overlap.model.cut import NO_BORDER, Border, Cut
 from overlap.model.feeds import check_feeds
 from overlap.model.head import Head, TiedHead
 from overlap.model.init import init_weights
@@ -28,9 +29,12 @@ from overlap.model.residual import expand
 from overlap.model.rope import Rotary
 from overlap.model.sequences import sequence_feeds
 from overlap.model.weights import Weights
+from overlap.transfers import RECEIVE, SEND
 from recompute.errors import ConfigError
 
 _LOCAL = LocalTransport()
+ARRIVING = "arriving"
+"""Feed of a part that does not open the model: where the residual state arrives."""
 Init = Callable[[nn.Module, int], None]
 """init(model, seed) fills every parameter."""
 
@@ -45,10 +49,23 @@ class Decoder(nn.Module):
         transport: Moves tokens between ranks; the default keeps them.
         seed: Of the initial weights.
         init: Fills the parameters.
+        cut: The part to hold; None: all of it. Numbers of layers and names of parameters are the whole model's, and so
+            are the initial weights.
+        border: What joins a part to the others.
+        split_embedding: Whether the MTP depths and a tied head read a copy of the embedding, `late_embedding`. The
+            last part of a cut model always does; each copy adds up its own gradient.
     """
 
     def __init__(
-        self, config: ModelConfig, *, transport: Transport = _LOCAL, seed: int = 0, init: Init = init_weights
+        self,
+        config: ModelConfig,
+        *,
+        transport: Transport = _LOCAL,
+        seed: int = 0,
+        init: Init = init_weights,
+        cut: Cut | None = None,
+        border: Border = NO_BORDER,
+        split_embedding: bool = False,
     ) -> None:
         super().__init__()
         self.config = config
@@ -64,6 +81,47 @@ class Decoder(nn.Module):
         self.backend: Backend = TorchBackend()
         """Where its modules come from; a backend's convert() sets it."""
         init(self, seed)
+        self.cut = Cut.whole(config.layers) if cut is None else cut
+        self.border = border
+        self.split_embedding = self._reads_late and (split_embedding or not (self.cut.opens and self.cut.closes))
+        self._keep_part()
+
+    @property
+    def late_name(self) -> str:
+        """Name of the parameter that the MTP depths and a tied head read as the embedding."""
+        return "late_embedding" if self.split_embedding else "embedding"
+
+    @property
+    def _late(self) -> nn.Parameter:
+        return self.get_parameter(self.late_name)
+
+    @property
+    def feed_names(self) -> tuple[str, ...]:
+        """What a microbatch feeds the whole model: `ids`, `labels` unless they are derived, and those of its tokens."""
+        return ("ids", *(("labels",) if self.config.labels else ()), *sequence_feeds(self.config))
+
+    def state_shape(self, ids: Tensor) -> tuple[int, ...]:
+        """Shape of the residual state between two layers, for ids [B, S]: [B, S, C] or [B, S, n, C]."""
+        streams = () if self.config.mhc is None else (self.config.mhc,)
+        return (*ids.shape, *streams, self.config.hidden)
+
+    def _keep_part(self) -> None:
+        """Let go of what this part does not hold; an empty module keeps the place of a layer, and so its name."""
+        if self.split_embedding and self.cut.closes:
+            self.late_embedding = nn.Parameter(self.embedding.detach().clone())
+        if not self.cut.opens:
+            del self.embedding
+        for index in range(self.config.layers):
+            if index not in self.cut.layers:
+                self.layers[index] = nn.Identity()
+        if not self.cut.closes:
+            self.mtp = nn.ModuleList()
+            self.register_module("head", nn.Identity())
+
+    @property
+    def _reads_late(self) -> bool:
+        """Whether anything but the stage `embed` reads the embedding."""
+        return self.config.tied or self.config.mtp > 0
 
     def program(self) -> Program:
         """The stages of one microbatch.
@@ -72,23 +130,54 @@ class Decoder(nn.Module):
         losses are `loss`, `mtp1_loss`, ... and those of the routers. Parameters are captured as they are now: build
         again after adding adapters.
         """
-        b = ProgramBuilder()
+        cut = self.cut
+        b = ProgramBuilder(first_layer=cut.first)
         b.check_feeds(partial(check_feeds, self.config))
         b.check_feeds(self.backend.check_feeds)
         for moving in self.backend.step_states(self):
             b.step_state(moving)
-        names = ("ids", *(("labels",) if self.config.labels else ()), *sequence_feeds(self.config))
-        feeds = {name: b.input(name) for name in names}
+        feeds = {name: b.input(name) for name in self._own_feeds()}
         weights = Weights(b, self._shared(), self)
-        tokens = tuple(feeds[name] for name in sequence_feeds(self.config))
-        state = self._build_embed(b, weights, feeds["ids"])
+        state = self._build_entrance(b, weights, feeds)
+        tokens = tuple(feeds[name] for name in sequence_feeds(self.config) if name in feeds)
         entry = DecoderEntry(self.config)
-        for index, layer in enumerate(self.layers):
+        for index in cut.layers:
             with b.layer(index, context=self.backend.context(index, self.config.layers)):
-                state = cast("DenseLayer | MoELayer", layer).build(b, weights, entry, (state, *tokens))
-        outputs = self._build_depths(b, weights, state, feeds["ids"], tokens)
+                state = cast("DenseLayer | MoELayer", self.layers[index]).build(b, weights, entry, (state, *tokens))
+        if cut.closes:
+            self._build_end(b, weights, state, feeds, tokens)
+        else:
+            border = self.border
+            b.comm(SEND, border.send, state, outputs=(), adjoint=border.await_gradient, lane=border.lane_out)
+        return b.build()
+
+    def _own_feeds(self) -> tuple[str, ...]:
+        """The feeds that this part reads."""
+        config, cut = self.config, self.cut
+        wanted: set[str] = {"ids"} if cut.opens or (cut.closes and config.mtp > 0) else set()
+        wanted |= set(self.head.feeds) if cut.closes else set()
+        wanted |= set(sequence_feeds(config)) if cut.layers or (cut.closes and config.mtp > 0) else set()
+        return tuple(name for name in self.feed_names if name in wanted)
+
+    def _build_entrance(self, b: ProgramBuilder, weights: Weights, feeds: Mapping[str, Value]) -> Value:
+        """Add what the first layer's state comes from: the embedding, or the part before."""
+        if self.cut.opens:
+            return self._build_embed(b, weights, feeds["ids"])
+        border = self.border
+        arriving = b.input(ARRIVING, needs_grad=True)
+        (state,) = b.comm(
+            RECEIVE, border.receive, arriving, outputs=("received",),
+            adjoint=border.return_gradient, lane=border.lane_in,
+        )  # fmt: skip
+        return state
+
+    def _build_end(
+        self, b: ProgramBuilder, weights: Weights, state: Value, feeds: Mapping[str, Value], tokens: tuple[Value, ...]
+    ) -> None:
+        """Add the MTP depths and the head."""
+        outputs = self._build_depths(b, weights, state, feeds, tokens)
         reads = (state, *outputs, *(feeds[name] for name in self.head.feeds))
-        tied = (weights.value(self.embedding),) if self.config.tied else ()
+        tied = (weights.value(self._late),) if self.config.tied else ()
         # shared parameters come last among a stage's reads, so a tied matrix is handed over like one of them
         bound = weights.bind(self.head, (*reads, *tied), (self.head,))
         losses = b.compute(
@@ -97,7 +186,6 @@ class Decoder(nn.Module):
         )  # fmt: skip
         for name, loss in zip(self.head.loss_names, losses, strict=True):
             b.loss(loss, self.head.loss_weight(name))
-        return b.build()
 
     def embed(self, ids: Tensor, weight: Tensor) -> Tensor:
         """[B, S] int64, [V, C] -> the residual state, [B, S, C] or [B, S, n, C].
@@ -113,7 +201,9 @@ class Decoder(nn.Module):
     def _shared(self) -> dict[str, nn.Parameter]:
         """Parameters that several stages read, by name: they are values of the program (R3)."""
         config = self.config
-        shared = {"embedding": self.embedding} if config.tied or config.mtp else {}
+        if not self.cut.closes:
+            return {}
+        shared = {self.late_name: self._late} if self._reads_late else {}
         if config.mtp and config.mhc is None:
             # depth 1 starts from the final-normed state, and the head reads that too
             shared["final_norm"] = self.head.norm.weight
@@ -122,7 +212,7 @@ class Decoder(nn.Module):
         return shared
 
     def _build_embed(self, b: ProgramBuilder, weights: Weights, ids: Value) -> Value:
-        if self.config.tied or self.config.mtp:
+        if self._reads_late and not self.split_embedding:
             (state,) = b.compute("embed", self.embed, ids, weights.value(self.embedding), outputs=("embedded",))
         else:
             (state,) = b.compute("embed", self._embed_own, ids, outputs=("embedded",), parameters=(self.embedding,))
@@ -132,7 +222,7 @@ class Decoder(nn.Module):
         return self.embed(ids, self.embedding)
 
     def _build_depths(
-        self, b: ProgramBuilder, weights: Weights, state: Value, ids: Value, tokens: tuple[Value, ...]
+        self, b: ProgramBuilder, weights: Weights, state: Value, feeds: Mapping[str, Value], tokens: tuple[Value, ...]
     ) -> list[Value]:
         """Add the MTP depths, layers after the decoder's; returns the output of each."""
         outputs: list[Value] = []
@@ -141,7 +231,7 @@ class Decoder(nn.Module):
             opening = self.head.norm if depth == 1 and self.config.mhc is None else nn.Identity()
             number = self.config.layers + depth - 1
             with b.layer(number, mtp=True, context=self.backend.context(number, self.config.layers)):
-                reads = (state, ids, weights.value(self.embedding), *tokens)
+                reads = (state, feeds["ids"], weights.value(self._late), *tokens)
                 state, output = module.build(b, weights, MTPEntry(module, depth, opening), reads)
             outputs.append(output)
         return outputs

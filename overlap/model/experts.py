@@ -32,7 +32,8 @@ class SwiGLU(nn.Module):
         return result
 
 
-def _weighted(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
+def activate(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
+    """SwiGLU of [N, 2*W], each row weighted by `probs` [N]; [N, W] of `dtype`."""
     return swiglu(inner, probs).to(dtype)
 
 
@@ -63,5 +64,5 @@ class GroupedExperts(Sliced):
             [N, C] of rows' type.
         """
         inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
-        weighted = rebuild(RecomputeModule.MOE_ACT, partial(_weighted, rows.dtype), inner, probs)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
         return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from overlap.ir import Lane
 from overlap.lanes import Lanes, Owner
 from overlap.lower import Issue
 
@@ -55,6 +56,10 @@ class ActingLanes:
         for action in self._after.get(id(issue), _NOTHING):
             action()
         return self._lanes.end(issue, owner)
+
+    def enter(self, lane: Lane) -> None:
+        """Make a lane current; nothing acts there."""
+        self._lanes.enter(lane)
 
     def finish(self) -> None:
         """Join the lanes."""

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from overlap.chunk import ModelChunk
+from overlap.ir import Lane, Program
 from overlap.model.experts import GroupedExperts
 from overlap.model.layers import DenseLayer, MoELayer
 from overlap.model.mtp import MTPDepth
@@ -56,7 +57,8 @@ def make_parallel(chunk: ModelChunk, settings: DataSettings = DataSettings()) ->
         The chunk.
 
     Raises:
-        ConfigError: Experts that do not divide over the ranks that hold them.
+        ConfigError: Experts that do not divide over the ranks that hold them; with `fsdp`, a stage with parameters on
+            another lane than the compute lane.
     """
     world = chunk.world
     if world.groups is None or world.layout.data == 1:
@@ -67,8 +69,17 @@ def make_parallel(chunk: ModelChunk, settings: DataSettings = DataSettings()) ->
         reduction_of = partial(_reduction, world, expert_parameters(chunk.module), settings)
         chunk.rebind(Replicas(reduction_of, world.collectives, bucket_bytes=settings.bucket_bytes))
         return chunk
+    _check_lanes(chunk.program)
     chunk.rebind(_shard(chunk.module, world, settings))
     return chunk
+
+
+def _check_lanes(program: Program) -> None:
+    """Sharded parameters are there in the order of the compute lane (fsdp.py's NOTE)."""
+    for stage in program.stages:
+        if stage.parameters and stage.lane is not Lane.COMPUTE:
+            rule = f"stage {stage.label} reads parameters on lane {stage.lane.value}: only the compute lane may"
+            raise ConfigError(field="fsdp", value=True, rule=rule)
 
 
 def _reduction(world: World, experts: frozenset[int], settings: DataSettings, parameter: nn.Parameter) -> Reduction:

@@ -7,6 +7,21 @@ off, and what they would do is called here:
 2. `post_backward` of a group after each microbatch's backward: it adds the gradient up in the reduce type, and at the
    last microbatch starts the reduce-scatter. Without it gradients would add up in bfloat16.
 3. The root's final callback at the end of the step, which waits for the reduce-scatters.
+tests/parallel/test_fsdp_contract.py pins what is relied on. torch 2.11 to 2.13 agree in it but for `_groups_of`.
+
+NOTE [ Streams of sharded parameters ]
+All calls run with the compute stream current: only stages of the compute lane may read sharded parameters
+(attach.make_parallel refuses others), an action runs between its issue's begin, which switches to that lane, and its
+end; what comes before and after the issues runs where the lanes are joined. So:
+1. `unshard(async_op=True)` copies in on the compute stream (in any state of a group; only async_op=False takes FSDP2's
+   all-gather streams), behind the optimizer's writes. NCCL's own stream waits for the point where the action stands.
+2. `wait_for_unshard` makes the compute stream wait for NCCL and copies out there: later readers are behind it.
+3. Whole parameters are allocated by the copy-out and freed by `reshard` on the compute stream, both in the order of
+   its kernels: memory freed while a kernel of that stream is still to run is given to kernels behind it.
+4. `post_backward` copies gradients in on the compute stream, where they were made; FSDP2's reduce-scatter stream waits
+   for that, and its input is held until a stream wait orders the compute stream behind the reduction.
+5. Sharded gradients belong to the reduce-scatter stream. The final callback orders the compute stream behind them; the
+   next reduction orders that stream behind the compute stream, and so behind their last reader.
 """
 
 from __future__ import annotations
@@ -32,7 +47,7 @@ class ParameterGroup:
     """
 
     def __init__(self, module: FSDPModule, name: str, collectives: Collectives) -> None:
-        (self._group,) = module._get_fsdp_state()._fsdp_param_groups
+        (self._group,) = _groups_of(module)
         self.name = name
         self._collectives = collectives
 
@@ -101,11 +116,17 @@ def start(root: FSDPModule, collectives: Collectives) -> list[ParameterGroup]:
         state._pre_forward_hook_handle.remove()
         state._post_forward_hook_handle.remove()
     sharded = {name: part for name, part in cast(nn.Module, root).named_modules() if isinstance(part, FSDPModule)}
-    return [
-        ParameterGroup(part, name, collectives)
-        for name, part in sharded.items()
-        if part._get_fsdp_state()._fsdp_param_groups
-    ]
+    return [ParameterGroup(part, name, collectives) for name, part in sharded.items() if _groups_of(part)]
+
+
+def _groups_of(module: FSDPModule) -> list[Any]:
+    """The groups of one `fully_shard` call: none without parameters, one on one mesh.
+
+    torch 2.11 has one or None; 2.12 made it a list, for parameters on several meshes.
+    """
+    state = vars(module._get_fsdp_state())
+    found = state["_fsdp_param_groups"] if "_fsdp_param_groups" in state else [state["_fsdp_param_group"]]
+    return [group for group in found if group is not None]
 
 
 def finish_step(root: FSDPModule, groups: Sequence[ParameterGroup]) -> None:

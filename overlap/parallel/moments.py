@@ -12,6 +12,8 @@ from overlap.ir import Op, StageKey
 from overlap.lower import Plan
 
 _GIVES_GRADIENTS = (Op.BACKWARD, Op.WGRAD)
+_COPIES = (Op.STORE, Op.LOAD)
+"""Slots that move what a stage wrote, on a lane of their own: no parameter is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ def visits(plan: Plan, groups: Mapping[StageKey, tuple[int, ...]], held: Contain
     """
     stretches: dict[tuple[int, int], Visit] = {}
     for place, issue in enumerate(plan.issues):
+        if issue.slot.op in _COPIES:
+            continue
         for group in groups.get(issue.stage.key, ()):
             if group in held:
                 continue

@@ -56,6 +56,9 @@ class WorkLanes:
             self._pending.extend((self._issued, launched) for launched in self._works.stop())
         return self._issued
 
+    def enter(self, lane: Lane) -> None:
+        """The host is on all lanes at once."""
+
     def finish(self) -> None:
         """Wait for all that is under way, also after a failure: ranks that go on are waiting for it too."""
         self._works.stop()

@@ -60,7 +60,7 @@ class ChunkModel(Decoder):
             with b.layer(index):
                 state = cast("DenseLayer | MoELayer", layer).build(b, weights, entry, (state,))
         if shape.last:
-            outputs = self._build_depths(b, weights, state, ids[0], ()) if self.config.mtp else []
+            outputs = self._build_depths(b, weights, state, {"ids": ids[0]}, ()) if self.config.mtp else []
             self._build_head(b, weights, state, outputs, labels[0])
         else:
             (sent,) = b.compute(SEND, _send, state, outputs=("sent",), adjoint=self.arrive)

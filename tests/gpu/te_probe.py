@@ -6,7 +6,6 @@ Run before the tests, on a GPU: `python tests/gpu/te_probe.py`. Exit status: how
 from __future__ import annotations
 
 import copy
-import logging
 import os
 import sys
 import time
@@ -35,6 +34,7 @@ from overlap.streams import StreamLanes
 from overlap.verify import verify
 from recompute import RecomputeConfig, Replay
 from recompute.wgrad import WeightGradients, adding_in_place, collect_weight_gradients, weights_left_out
+from tests.gpu.te_probe_attention import attention, check, say
 
 CUDA = torch.device("cuda")
 RECIPES = (None, "block", "current", "delayed")
@@ -49,16 +49,6 @@ SHAPE: dict[str, Any] = {
 def section(run: Callable[[], None]) -> Callable[[], None]:
     SECTIONS.append(run)
     return run
-
-
-def say(*words: object) -> None:
-    print("   ", *words, flush=True)
-
-
-def check(what: str, good: object) -> None:
-    say("ok  " if good else "BAD ", what)
-    if not good:
-        raise AssertionError(what)
 
 
 def backend(recipe: str | None) -> Any:
@@ -78,7 +68,13 @@ def layers_of(made: Any) -> Any:
 @section
 def versions() -> None:
     te, tex = import_module("transformer_engine.pytorch"), import_module("transformer_engine_torch")
-    say("torch", torch.__version__, "cuda", torch.version.cuda, "cudnn", torch.backends.cudnn.version())
+    say("torch", torch.__version__, "cuda", torch.version.cuda)
+    try:
+        say("cudnn", torch.backends.cudnn.version())
+    except RuntimeError as error:
+        # The loaded one is older than the one torch was compiled with.
+        say("cudnn", error)
+    say("cudnn as Transformer Engine sees it", import_module("transformer_engine.pytorch.utils").get_cudnn_version())
     say("transformer_engine", import_module("transformer_engine").__version__, "cublasLt", tex.get_cublasLt_version())
     for name in ("is_fp8_available", "is_fp8_block_scaling_available", "is_mxfp8_available"):
         say(name, getattr(te, name)(return_reason=True))
@@ -132,54 +128,7 @@ def norm() -> None:
         say("largest difference to torch", float((grads[0][0] - want).abs().max()))
 
 
-@section
-def attention() -> None:
-    logging.getLogger("DotProductAttention").setLevel(logging.INFO)
-    module = import_module("overlap.backends.te_attention")
-    shapes = {
-        "mla": {"attention": "mla", "heads": 16, "nope_dim": 128, "rope_dim": 64, "value_dim": 128},
-        "mla small": {"attention": "mla", "heads": 4, "nope_dim": 64, "rope_dim": 32, "value_dim": 64},
-        "gqa": {"attention": "gqa", "heads": 8, "kv_heads": 2, "head_dim": 64},
-    }
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        for name, widths in shapes.items():
-            for drop in (0.0, 0.1):
-                config = ModelConfig(**{"hidden": 256, "attention_dropout": drop, "dtype": "bfloat16", **widths})
-                try:
-                    _attention(module, config, f"{name} dropout {drop} deterministic {deterministic}")
-                except Exception:
-                    say("BAD ", name, drop, deterministic)
-                    traceback.print_exc()
-    torch.use_deterministic_algorithms(False)
-
-
-def _attention(module: Any, config: ModelConfig, what: str) -> None:
-    core = module.TECoreAttention(config)
-    latent = config.attention == "mla"
-    width, value_width = (config.nope_dim + config.rope_dim, config.value_dim) if latent else (config.head_dim,) * 2
-    kv_heads = config.heads if latent else config.kv_heads
-
-    def draw(heads: int, last: int) -> Tensor:
-        return torch.randn(2, heads, 256, last, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
-
-    inputs = (draw(config.heads, width), draw(kv_heads, width), draw(kv_heads, value_width))
-    runs = []
-    for _ in range(2):
-        torch.cuda.manual_seed(3)
-        with torch.no_grad():
-            first = core(*inputs, config.attention_dropout, None)
-        torch.cuda.manual_seed(3)
-        y = core(*inputs, config.attention_dropout, None)
-        y.backward(torch.ones_like(y))
-        runs.append((first, y.detach(), *(x.grad for x in inputs)))
-        for x in inputs:
-            x.grad = None
-    same = [same_bits(a, b) for a, b in zip(*runs, strict=True)]
-    say(what, "reproduces output, gradients:", same, "replay equals first pass:", same_bits(runs[0][0], runs[0][1]))
-    if config.attention_dropout == 0:
-        want = module.CoreAttention()(*inputs, 0.0, None)
-        say("largest difference to torch", float((runs[0][1] - want).abs().max()), "shape", tuple(want.shape))
+section(attention)
 
 
 @section

@@ -6,7 +6,7 @@ from overlap.orders import get_order
 from overlap.parallel.moments import Visit, last_gradients, visits
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest
 from recompute import RecomputeConfig
-from recompute.config import Replay
+from recompute.config import Keep, Replay
 from tests.overlap.programs import dummy_program
 
 HIDDEN = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
@@ -72,3 +72,12 @@ def test_a_hidden_replay_has_two_segments_there_and_no_more() -> None:
 def test_held_groups_are_not_visited() -> None:
     plan = plan_of(HIDDEN)
     assert {v.group for v in visits(plan, by_layer(plan), {0, 2})} == {1}
+
+
+def test_copies_of_segment_inputs_visit_nobody() -> None:
+    """What a store or load moves was written by a stage with parameters, on a lane that must not touch these."""
+    plan = plan_of(RecomputeConfig.uniform(1, replay=Replay.HIDDEN, keep=Keep.HOST))
+    copies = {place for place, issue in enumerate(plan.issues) if issue.slot.op in (Op.STORE, Op.LOAD)}
+    assert any(plan.issues[place].stage.key in by_layer(plan) for place in copies)
+    found = visits(plan, by_layer(plan))
+    assert not {place for visit in found for place in (visit.first, visit.last)} & copies

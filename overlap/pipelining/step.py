@@ -1,0 +1,185 @@
+"""train_pipeline: one training step of a pipeline, and evaluation through the same schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from overlap.engine import Engine, Feeds, Observer
+from overlap.parallel.agree import agree, compare_collectives, gather
+from overlap.pipelining.compat import forget_receives
+from overlap.pipelining.pipeline import Pipeline
+from overlap.pipelining.schedules import OrderedSchedule
+from overlap.step import Losses, apply_effects, check_accumulate, check_precision, engine_for, replayed_feeds, rollback
+from recompute.errors import ConfigError
+
+
+def train_pipeline(
+    pipeline: Pipeline,
+    microbatches: Sequence[Feeds],
+    accumulate: int = 1,
+    *,
+    total_tokens: int | None = None,
+    observers: Sequence[Observer] = (),
+    engine_type: Callable[..., Engine] = Engine,
+) -> list[Losses]:
+    """Forward and backward of all microbatches through this rank's stages; gradients add to `.grad`.
+
+    Collective over the pipeline's group. If a stage raises, the exception passes through and this rank holds nothing
+    of the step; the other ranks find out when their receives time out.
+
+    Args:
+        pipeline: This rank's share.
+        microbatches: Feeds of the whole model, the same on all ranks of the pipeline.
+        accumulate: Calls per optimizer step; losses are scaled by one over all their microbatches.
+        total_tokens: Tokens of all these calls, for a per-token loss scale.
+        observers: Watch the step.
+        engine_type: What runs the plans; a test may break one thing in a subclass.
+
+    Returns:
+        Per microbatch, the losses and outputs of this rank's stages, by value name.
+
+    Raises:
+        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a number of microbatches that the schedule
+            does not take; ranks with different settings.
+        ProgramError: A stage does not do what it declares (checked at the first call).
+    """
+    check_pipeline_feeds(pipeline, microbatches)
+    check_accumulate(accumulate, True)
+    if not torch.is_grad_enabled():
+        return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
+    check_precision(pipeline.lead.device)
+    agree_on_pipeline(pipeline, len(microbatches))
+    for stage in pipeline.stages:
+        stage.check(microbatches[0], pipeline.dtype)
+    scale = pipeline.lead.loss_scale.factor(microbatches, accumulate, total_tokens)
+    schedule = pipeline.schedule(len(microbatches))
+    for stage in pipeline.stages:
+        stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
+    ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
+    with _running(pipeline, schedule, observers, engine_type, keep=True), pipeline.shared.apart(*ends, pipeline.group):
+        schedule.step(return_outputs=False)
+    results = _results(pipeline, effects=True)
+    compare_collectives(pipeline.lead.world)
+    return results
+
+
+def evaluate_pipeline(
+    pipeline: Pipeline,
+    microbatches: Sequence[Feeds],
+    *,
+    observers: Sequence[Observer] = (),
+    engine_type: Callable[..., Engine] = Engine,
+) -> list[Losses]:
+    """Losses and outputs without backward, through the same schedule: nothing is retained or counted (R17).
+
+    Args:
+        pipeline: This rank's share; its modules' train or eval mode is respected.
+        microbatches: As in train_pipeline.
+        observers: Watch the run.
+        engine_type: What runs the plans.
+    """
+    check_pipeline_feeds(pipeline, microbatches)
+    schedule = pipeline.schedule(len(microbatches))
+    for stage in pipeline.stages:
+        stage.open_step(microbatches, 1.0, [frozenset()] * len(microbatches))
+    with _running(pipeline, schedule, observers, engine_type, keep=False), torch.no_grad():
+        schedule.eval(return_outputs=False)
+    return _results(pipeline, effects=False)
+
+
+@contextmanager
+def _running(
+    pipeline: Pipeline,
+    schedule: OrderedSchedule,
+    observers: Sequence[Observer],
+    engine_type: Callable[..., Engine],
+    *,
+    keep: bool,
+) -> Iterator[None]:
+    """An engine for the step, and nothing left of it if it fails; keep: in-place state stays if it does not."""
+    done = False
+    with ExitStack() as stack:
+        engine = stack.enter_context(engine_for(pipeline.lead, (), observers, engine_type, reduce=False))
+        for chunk in pipeline.chunks:
+            stack.enter_context(rollback(chunk.program, always=not keep))
+        pipeline.executor.open_step(engine)
+        try:
+            yield
+            for channel in pipeline.channels:
+                channel.finish()
+            done = True
+        finally:
+            pipeline.executor.close_step()
+            if not done:
+                forget_receives(schedule)
+                for channel in pipeline.channels:
+                    channel.clear()
+                for stage in pipeline.stages:
+                    stage.clear()
+
+
+def _results(pipeline: Pipeline, *, effects: bool) -> list[Losses]:
+    """What the stages computed, microbatch by microbatch; their effects happen now (R5)."""
+    merged: list[Losses] = []
+    for stage in pipeline.stages:
+        states = stage.close_step()
+        if effects:
+            apply_effects(stage.chunk.program, states)
+            stage.chunk.steps_done += 1
+        merged = merged or [{} for _ in states]
+        for losses, owner in zip(merged, states, strict=True):
+            losses.update(owner.outputs)
+    return merged
+
+
+def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
+    """Check, once, that all ranks are about to do the same: pipelines of the same shape, stages of the same settings.
+
+    Raises:
+        ConfigError: On every rank; names the setting that differs and each rank's value.
+    """
+    world = pipeline.lead.world
+    if world.groups is None or pipeline.agreed:
+        return
+    lead = pipeline.lead
+    shape = {
+        "pp_layout": pipeline.layout.layers,
+        "pp": pipeline.layout.pp,
+        "schedule": str(pipeline.kind),
+        "microbatches": num_microbatches,
+        "seed": lead.seed,
+        "steps_done": lead.steps_done,
+        "loss_scale": repr(lead.loss_scale),
+        "delay_wgrad": lead.delay_wgrad,
+    }
+    everyone = gather(world, shape)
+    for field in shape:
+        values = {rank: theirs[field] for rank, theirs in enumerate(everyone)}
+        if any(value != shape[field] for value in values.values()):
+            raise ConfigError(field=field, value=values, rule="must be the same on all ranks")
+    agree(world, {
+        f"{field} of stage {stage.stage_index}": value
+        for stage in pipeline.stages
+        for field, value in stage.chunk.settings(num_microbatches).items()
+    })  # fmt: skip
+    pipeline.agreed = True
+
+
+def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> None:
+    """Refuse microbatches that do not feed the whole model.
+
+    Raises:
+        ConfigError: Names the microbatch and the feed.
+    """
+    if not microbatches:
+        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one")
+    wanted = set(pipeline.stages[0].part.feed_names)
+    for number, feeds in enumerate(microbatches):
+        if set(feeds) != wanted:
+            rule = f"must feed exactly {sorted(wanted)}"
+            raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+        for check in pipeline.lead.program.feed_checks:
+            check(feeds)
