@@ -10,8 +10,12 @@ OUT ?= out
 CPU_TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
+# Two halves of the suite, run side by side on two cores: tests of commands and of several ranks, and all others.
+RANKS := $(addprefix tests/,cli dispatch distributed parallel pipelining planning training)
+PYTEST := $(PY) -m pytest -m "not gpu" -p no:cacheprovider --durations=5
+
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint install clean
+.PHONY: help demo test test-ranks test-rest lint install clean
 
 help:
 	@echo "make demo   train on real text under each recompute rule, compare, write $(OUT)/*.png"
@@ -23,7 +27,13 @@ demo: $(STAMP)
 	$(PY) -m overlap demo --out $(OUT)
 
 test: lint
-	$(PY) -m pytest -m "not gpu" --durations=10
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target --keep-going test-ranks test-rest
+
+test-ranks: $(STAMP)
+	$(PYTEST) $(RANKS)
+
+test-rest: $(STAMP)
+	$(PYTEST) tests $(addprefix --ignore=,$(RANKS))
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
