@@ -20,6 +20,7 @@ BIN_COLOURS = {
     Bin.PINNED_ROUTING: "#7fb8e6",
     Bin.PENDING_WGRAD: "#9467bd",
     Bin.LIVE_SEGMENT: "#e8a33d",
+    Bin.HOST_INPUTS: "#5b8c5a",
     Bin.RNG_STATES: "#333333",
     Bin.REST: "#b9c0c8",
 }
@@ -28,9 +29,11 @@ BIN_LABELS = {
     Bin.PINNED_ROUTING: "pinned routing",
     Bin.PENDING_WGRAD: "pending weight gradients",
     Bin.LIVE_SEGMENT: "live segment",
+    Bin.HOST_INPUTS: "segment inputs in host memory",
     Bin.RNG_STATES: "generator states",
     Bin.REST: "eager graphs, temporaries, gradients",
 }
+ON_DEVICE = tuple(kind for kind in Bin if kind is not Bin.HOST_INPUTS)
 STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
 
 
@@ -84,14 +87,14 @@ def _peaks(axes: Axes, results: Sequence[RuleResult]) -> None:
     for place, result in enumerate(results):
         at_peak = _peak_bytes(result.profile.measured)
         bottom = 0.0
-        for kind in Bin:
+        for kind in ON_DEVICE:
             height = at_peak[kind] / _MIB
             axes.bar(place, height, 0.6, bottom=bottom, color=BIN_COLOURS[kind], edgecolor="white", linewidth=0.5)
             bottom += height
         predicted = result.profile.predicted.total / _MIB
         axes.plot([place - 0.38, place + 0.38], [predicted] * 2, color="black", linewidth=1.6)
         axes.annotate(f"{bottom:.1f} MiB", (place, bottom), (0, 4), textcoords="offset points", ha="center")
-    for kind in Bin:
+    for kind in ON_DEVICE:
         if any(_peak_bytes(result.profile.measured)[kind] for result in results):
             axes.bar(0, 0, color=BIN_COLOURS[kind], label=BIN_LABELS[kind])
     axes.plot([], [], color="black", linewidth=1.6, label="predicted peak")

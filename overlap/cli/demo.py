@@ -52,7 +52,7 @@ def add_parser(commands: Any) -> None:
     add_shared_options(parser)
     parser.set_defaults(
         layers=6, dense_layers=1, hidden=64, heads=4, ffn_width=160, experts=8, expert_width=48, shared_width=48,
-        seq=64, batch=4, microbatches=4,
+        seq=(64,), batch=4, microbatches=4,
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="training steps per rule (default 40)")
     parser.add_argument("--out", default="out", metavar="DIR", help="folder for the pictures (default out)")
