@@ -79,7 +79,8 @@ class SharedEmbedding:
             last = _exchange(self.first, last_rank, group)
         total = _sum(first, last)
         for copy, earlier in zip(here, before, strict=True):
-            own = None if total is None else laid_out(total, copy)
+            # memory of its own for each copy: whoever scales gradients in place does it copy by copy
+            own = None if total is None else laid_out(total if copy is here[0] else total.clone(), copy)
             copy.grad = None if copy is self.alias else _sum(earlier, own)
 
 
