@@ -53,8 +53,8 @@ def visits(plan: Plan, groups: Mapping[StageKey, tuple[int, ...]], held: Contain
     """When the groups of parameters are used in a plan, in order of first use.
 
     A microbatch that runs forward visits a group once; so does one that runs backward, from its replay (or its
-    backward) to its last weight gradient. Weight gradients alone, whose inputs' gradients another plan gave, need no
-    parameter. Visits that overlap are one.
+    backward) to its last weight gradient. Weight gradients alone, whose inputs' gradients another plan gave,
+    are a visit too: a stage may read its weight there (the chunked loss does). Visits that overlap are one.
 
     Args:
         plan: The issues.
@@ -70,8 +70,6 @@ def visits(plan: Plan, groups: Mapping[StageKey, tuple[int, ...]], held: Contain
                 continue
             who = (group, issue.slot.microbatch)
             begun = stretches.get(who)
-            if begun is None and issue.slot.op is Op.WGRAD:
-                continue
             stretches[who] = Visit(group, place if begun is None else begun.first, place)
     merged: dict[int, list[Visit]] = {}
     for visit in sorted(stretches.values(), key=lambda visit: visit.first):

@@ -63,9 +63,7 @@ class ChunkStage(StaticStage):
         # Any shape will do: nothing of torch's reads it, but with one the start-up infers none.
         state = torch.empty(1, device="meta")
         # The runtime sees no parameters: it would gather and reduce sharded ones itself, at other moments.
-        super().__init__(
-            nn.Module(), index, num_stages, chunk.device, input_args=state, output_args=state, group=group
-        )
+        super().__init__(nn.Module(), index, num_stages, chunk.device, input_args=state, output_args=state, group=group)
         self.chunk = chunk
         self.border = border
         self.part = cast(Part, chunk.module)
