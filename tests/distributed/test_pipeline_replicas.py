@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from overlap.chunk import ModelChunk
 from overlap.engine import Engine, MicrobatchState
 from overlap.lower import Issue
 from overlap.parallel.attach import DataSettings, make_parallel
@@ -29,6 +28,7 @@ from tests.distributed.run import TINY, command_on
 from tests.pipelining.models import batch, different, make_pipeline, make_reference, small, uniform
 
 pytestmark = pytest.mark.distributed
+HIDDEN = "--method uniform --num-layers 1 --replay hidden"
 MICROBATCHES = 3
 VERIFY = f"verify {TINY} --pp 2 --fsdp --layers 4 --microbatches 4 --json --debug-collectives"
 
@@ -36,9 +36,9 @@ VERIFY = f"verify {TINY} --pp 2 --fsdp --layers 4 --microbatches 4 --json --debu
 @pytest.mark.parametrize(
     "words",
     [
-        "--vpp 2 --method uniform --num-layers 1 --replay hidden --mtp 1 --dropout 0.1 --delay-wgrad --dtype bfloat16 --microbatches 3 --steps 1",
-        "--schedule dualpipev --ep 2 --method uniform --num-layers 1 --replay hidden --dropout 0.1 --steps 1",
-        "--schedule zbv --ep 2 --method block --num-layers 1 --mtp 1 --dtype bfloat16 --steps 1",
+        f"--vpp 2 {HIDDEN} --mtp 1 --dropout 0.1 --delay-wgrad --dtype bfloat16 --steps 1",
+        f"--schedule dualpipev --ep 2 {HIDDEN} --dropout 0.1 --steps 1",
+        "--schedule zbv --ep 2 --method block --num-layers 1 --mtp 1 --dtype bfloat16 --steps 2",
     ],
 )
 def test_sharded_stages_change_no_bit(ranks: RankPool, words: str) -> None:
