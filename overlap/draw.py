@@ -15,7 +15,7 @@ from overlap.memory.bins import Bin, Usage
 from overlap.memory.profile import Profile
 
 _MIB = 2**20
-_COLOURS = {
+BIN_COLOURS = {
     Bin.SEGMENT_INPUTS: "#2a6fb0",
     Bin.PINNED_ROUTING: "#7fb8e6",
     Bin.PENDING_WGRAD: "#9467bd",
@@ -23,7 +23,7 @@ _COLOURS = {
     Bin.RNG_STATES: "#333333",
     Bin.REST: "#b9c0c8",
 }
-_LABELS = {
+BIN_LABELS = {
     Bin.SEGMENT_INPUTS: "segment inputs",
     Bin.PINNED_ROUTING: "pinned routing",
     Bin.PENDING_WGRAD: "pending weight gradients",
@@ -31,7 +31,7 @@ _LABELS = {
     Bin.RNG_STATES: "generator states",
     Bin.REST: "eager graphs, temporaries, gradients",
 }
-_STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
+STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +48,7 @@ class RuleResult:
 
 def draw_losses(results: Sequence[RuleResult], path: Path) -> None:
     """Draw the loss curve of every rule, each line over the one before, and their differences."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(7.6, 4.8), layout="constrained")
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
         for place, result in enumerate(results):
@@ -72,7 +72,7 @@ def draw_losses(results: Sequence[RuleResult], path: Path) -> None:
 
 def draw_memory(results: Sequence[RuleResult], path: Path) -> None:
     """Draw what is alive at each rule's peak, the prediction beside it, and memory over the slots of a step."""
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(9.6, 6.4), layout="constrained")
         upper, lower = figure.subplots(2, 1, height_ratios=(3, 2))
         _peaks(upper, results)
@@ -86,14 +86,14 @@ def _peaks(axes: Axes, results: Sequence[RuleResult]) -> None:
         bottom = 0.0
         for kind in Bin:
             height = at_peak[kind] / _MIB
-            axes.bar(place, height, 0.6, bottom=bottom, color=_COLOURS[kind], edgecolor="white", linewidth=0.5)
+            axes.bar(place, height, 0.6, bottom=bottom, color=BIN_COLOURS[kind], edgecolor="white", linewidth=0.5)
             bottom += height
         predicted = result.profile.predicted.total / _MIB
         axes.plot([place - 0.38, place + 0.38], [predicted] * 2, color="black", linewidth=1.6)
         axes.annotate(f"{bottom:.1f} MiB", (place, bottom), (0, 4), textcoords="offset points", ha="center")
     for kind in Bin:
         if any(_peak_bytes(result.profile.measured)[kind] for result in results):
-            axes.bar(0, 0, color=_COLOURS[kind], label=_LABELS[kind])
+            axes.bar(0, 0, color=BIN_COLOURS[kind], label=BIN_LABELS[kind])
     axes.plot([], [], color="black", linewidth=1.6, label="predicted peak")
     axes.set_xticks(range(len(results)), [result.name for result in results])
     axes.set_ylabel("live at the peak (MiB)")

@@ -20,19 +20,17 @@ from recompute.modules import RecomputeModule
 StageKey = tuple[int | None, str]
 """(layer, stage name); layer None: a stage of the chunk outside any layer, as `embed` and `head`."""
 
-
 WEIGHTS = "weights"
 """The chunk's first stage, which writes the parameters that several stages read; its backward sums their uses."""
 
 
 class Lane(Enum):
-    """Where a stage's kernels run: one stream each on a GPU."""
+    """Where a stage's kernels run, one stream each on a GPU; COPY: segment inputs on their way out and back."""
 
     COMPUTE = "compute"
     COMM = "comm"
     P2P = "p2p"
     COPY = "copy"
-    """Segment inputs on their way off the device and back."""
 
 
 class Op(StrEnum):
@@ -49,9 +47,8 @@ class Op(StrEnum):
     WGRAD = "W"
     """The delayed weight gradients."""
     STORE = "S"
-    """Segment inputs that the stage wrote leave the device."""
     LOAD = "L"
-    """They return, before the replay that reads them."""
+    """Segment inputs that the stage wrote leave the device (S), and return before the replay that reads them (L)."""
     CALL = "X"
     """A call outside the model (a hook of the driver)."""
 
@@ -118,8 +115,7 @@ class Trainable(Protocol):
 class Effect:
     """Something that happens once per microbatch when a step succeeds (R5): a counter, a logged loss.
 
-    `apply(value)` receives the tensor that the first pass wrote; effects are applied in microbatch order, then
-    program order, whatever the issue order was.
+    `apply(value)` receives what the first pass wrote; in microbatch order, then program order, however issued.
     """
 
     value: str
@@ -189,8 +185,7 @@ class Loss:
 class StepState:
     """State that a step's slots add to in any order, and that moves on once, when the step succeeds (R5).
 
-    Between two steps it is at rest. What a slot does to it is the same however often and in whatever order it is done
-    (a running maximum), so that a replay needs no copy of it.
+    It is at rest between steps. Slots may repeat what they do to it, in any order (a running maximum): no copy needed.
     """
 
     buffers: tuple[Any, ...]

@@ -30,17 +30,23 @@ def rebuilt_parts(
     return {stage.key: stage.inner & wanted for stage in _eager(program, segments) if stage.inner & wanted}
 
 
+def modules_of(program: Program) -> tuple[RecomputeModule, ...]:
+    """The modules that at least one layer of a program has, in the enum's order."""
+    names = {stage.name for stage in program.stages if stage.layer is not None}
+    inner = {module for stage in program.stages for module in stage.inner}
+    return tuple(module for module in RecomputeModule if module in inner or STAGE_OF.get(module) in names)
+
+
 def check_modules(program: Program, config: RecomputeConfig) -> None:
     """Refuse modules that no layer of a program has.
 
     Raises:
         ConfigError: Names the module.
     """
-    names = {stage.name for stage in program.stages if stage.layer is not None}
-    inner = {module for stage in program.stages for module in stage.inner}
+    offered = modules_of(program)
     for module in config.modules:
-        if module not in inner and STAGE_OF.get(module) not in names:
-            have = [str(m) for m in RecomputeModule if m in inner or STAGE_OF.get(m) in names]
+        if module not in offered:
+            have = map(str, offered)
             rule = f"this model has no such module; it has {', '.join(have) or 'none'}"
             raise ConfigError(field="modules", value=module.value, rule=rule)
 

@@ -77,6 +77,11 @@ class Tape:
         if edges:
             torch.autograd.backward(edges, seeds)
 
+    @property
+    def edges(self) -> Sequence[GradientEdge | None]:
+        """Where the graph of each output begins; None: it has none."""
+        return self._edges
+
     def take_gradients(self, tracked: Sequence[bool]) -> list[Tensor | None]:
         """The inputs' gradients after `backward`, taken off the leaves."""
         gradients: list[Tensor | None] = []

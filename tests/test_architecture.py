@@ -37,6 +37,8 @@ PURE = (
     *(f"overlap.{name}" for name in ("pipelining.layout", "pipelining.plans", "transfers")),
     "overlap.signature",
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
+    *(f"overlap.memory.{name}" for name in ("bins", "facts", "refs", "trace")),
+    "overlap.planning.bins",
 )
 OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")
 MAX_FILE_LINES = 400

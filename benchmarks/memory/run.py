@@ -17,8 +17,11 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.memory import compare, golden
 from benchmarks.memory.cases import PROXIES, memory_cases
+from benchmarks.memory.markdown import markdown
 from benchmarks.memory.measure import Bench, Measured
+from benchmarks.memory.oracle import oracle
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
 
@@ -66,6 +69,7 @@ def report(result: Measured) -> None:
 
 SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "memory": (("memory", memory),),
+    "oracle": (("oracle", oracle),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
     "wide": (("wide", wide),),
@@ -87,10 +91,16 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
 def main() -> int:
     """Run and write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--suite", choices=SUITES, required=True)
+    parser.add_argument("--suite", choices=SUITES)
+    parser.add_argument("--compare", nargs=2, metavar=("A", "B"), help="print the ratios of two result files instead")
+    parser.add_argument("--check", action="store_true", help="exit status 1 where a figure leaves its golden number")
     parser.add_argument("--out", default="benchmarks/memory/results", metavar="DIR")
     parser.add_argument("--tag", default="", help="added to the file's name")
     args = parser.parse_args()
+    if args.compare is not None:
+        return compare.show(*map(FilePath, args.compare))
+    if args.suite is None:
+        parser.error("give --suite or --compare")
     payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
     with sdpa_kernel(BACKEND):
         for name, part in SUITES[args.suite]:
@@ -99,8 +109,18 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{args.suite}{args.tag}.json"
     target.write_text(json.dumps(payload, indent=1) + "\n")
+    target.with_suffix(".md").write_text(markdown(payload))
     print(f"wrote {target}")
-    return 0
+    return check(payload) if args.check else 0
+
+
+def check(payload: dict[str, Any]) -> int:
+    """Print what left its golden number, or its prediction; exit status 1 if anything did."""
+    missed = golden.oracle_failures(payload)
+    if "oracle" not in payload:
+        missed = [str(failure) for failure in golden.check(payload, golden.load(golden.GOLDEN))]
+    print("\n".join(missed) or "all within tolerance")
+    return int(bool(missed))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ import argparse
 from typing import Any
 
 from overlap.chunk import ModelChunk
+from overlap.cli.budget import add_budget_options, refuse_out, run_budget
 from overlap.cli.build import build_chunk
+from overlap.cli.job_options import SHARED, add_job_options, refuse_job_options, share_with_job
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
 from overlap.cli.pipeline_plan import plan_pipeline
@@ -26,12 +28,19 @@ def add_parser(commands: Any) -> None:
     )
     add_shared_options(parser)
     add_pipeline_options(parser)
+    add_job_options(parser, shared=SHARED)
+    add_budget_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Plan and report; returns the exit status."""
     options = read_options(args)
+    if args.budget is not None:
+        share_with_job(args)
+        return run_budget(args, options)
+    refuse_job_options(args, "has no effect without --budget")
+    refuse_out(args)
     if wants_pipeline(args):
         return plan_pipeline(options, args)
     chunk = build_chunk(options)

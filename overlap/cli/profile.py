@@ -7,9 +7,13 @@ from functools import partial
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.curves import add_curve_options, refuse_curve, write_curves
+from overlap.cli.job_options import add_job_options, refuse_job_options
 from overlap.cli.options import Options, add_shared_options, describe, read_options
+from overlap.cli.oracle import add_oracle_options, refuse_oracle_options, run_oracle
 from overlap.cli.report import console, num_bytes, print_json, table
 from overlap.memory.profile import Profile, measure_step, profile_step
+from recompute.errors import ConfigError
 
 
 def add_parser(commands: Any) -> None:
@@ -20,6 +24,9 @@ def add_parser(commands: Any) -> None:
         description="Run one step and count what is alive at every slot border, beside what the plan predicts.",
     )
     add_shared_options(parser)
+    add_curve_options(parser)
+    add_oracle_options(parser)
+    add_job_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -27,12 +34,24 @@ def run(args: argparse.Namespace) -> int:
     """Profile and report; returns the exit status."""
     options = read_options(args)
     if options.backend.name != "torch":
+        for name, given in (("oracle", args.oracle), ("curve", args.curve)):
+            if given:
+                raise ConfigError(field=name, value=given, rule="is there for --backend torch only")
+    if args.oracle:
+        refuse_curve(args)
+        return run_oracle(args, options)
+    refuse_job_options(args, "has no effect without --oracle")
+    refuse_oracle_options(args)
+    if options.backend.name != "torch":
         return _measure_only(options)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
+    files = [] if args.curve is None else write_curves(result.measured, options, args.curve)
     if options.json:
-        print_json({**result.as_json(), "config": describe(options)})
+        print_json({**result.as_json(), "files": files, "config": describe(options)})
     else:
         _show(result)
+        for name in files:
+            console.print(f"wrote {name}")
     return 0
 
 

@@ -35,6 +35,8 @@ class Storage:
     nbytes: int
     born: Op
     """Operation of the slot that allocated it; `Op.CALL` outside any slot."""
+    stage: str = ""
+    """Name of that slot's stage, where it is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Highest:
+    """The highest live sum while one slot runs, its own temporaries included."""
+
+    slot: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
     """Ids of the storages that a microbatch holds for a named purpose."""
 
@@ -100,8 +110,8 @@ class Claims:
     host: Collection[int] = ()
 
 
-def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
-    """Bytes of each kind.
+def kinds_of(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[int, Bin]:
+    """The kind of each storage.
 
     Args:
         live: Every live storage, by id.
@@ -117,7 +127,12 @@ def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin,
         (Bin.HOST_INPUTS, (claim.host for claim in held)),
     )
     # Written weakest first, so that the strongest claim stays.
-    kinds = {key: kind for kind, sets in groups for keys in sets for key in keys}
+    return {key: kind for kind, sets in groups for keys in sets for key in keys}
+
+
+def sum_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[Bin, int]:
+    """Bytes of each kind; arguments as `kinds_of` takes them."""
+    kinds = kinds_of(live, claims)
     totals = dict.fromkeys(Bin, 0)
     for key, storage in live.items():
         totals[kinds[key]] += storage.nbytes

@@ -10,8 +10,11 @@ from overlap.engine import Engine, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Stage, StageKey
 from overlap.lower import Issue, Piece
-from overlap.memory.facts import OUTSIDE_REF, Facts, Kind, Ref, Refs, Source, backward_kind, forward_kind
+from overlap.memory.constants import constants_of
+from overlap.memory.facts import Facts, Kind, backward_kind, forward_kind
 from overlap.memory.layout import Layout, fresh
+from overlap.memory.refs import OUTSIDE_REF, Ref, Refs, Source
+from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import OUTSIDE, StorageTracker, pending_tensors
 from recompute.tape import Tape
 
@@ -76,13 +79,24 @@ class DrySlots:
         tracker: Follows all storages.
         values: Layouts of the feeds, by value name; those of written values are added.
         facts: Where the results go.
+        log: What the tracker tells.
+        constants: Whether constants in graphs count.
     """
 
     def __init__(
-        self, engine: Engine, tracker: StorageTracker, values: dict[str, Any], facts: dict[Kind, Facts]
+        self,
+        engine: Engine,
+        tracker: StorageTracker,
+        values: dict[str, Any],
+        facts: dict[Kind, Facts],
+        *,
+        log: SlotLog,
+        constants: bool,
     ) -> None:
         self._engine = engine
         self._tracker = tracker
+        self._log = log
+        self._constants = constants
         self._values = values
         self._facts = facts
         self._pieces: dict[Piece, Layout] = {}
@@ -109,13 +123,18 @@ class DrySlots:
         # What a replay restores.
         owner.snapshots[stage.key] = tuple(buffer.detach().clone() for buffer in stage.state)
         self._run(issue, owner)
+        if self._constants:
+            for tape in owner.tapes.values():
+                for constant in constants_of(tape):
+                    self._tracker.note(constant)
+        trace, work = self._log.trace(names.known), self._log.work()
         writes = tuple(() if key is None else names.of(owner.values[key]) for key in issue.writes)
         self._values.update((key[0], Layout.of(owner.values[key])) for key in issue.writes if key is not None)
         tapes = list(owner.tapes.values())
         del owner
         held = names.survivors()
         kind = forward_kind(issue)
-        self._facts[kind] = Facts(born=names.born, writes=writes, tape=held)
+        self._facts[kind] = Facts(born=names.born, writes=writes, tape=held, trace=trace, work=work)
         if tapes:
             self._graphs.setdefault(stage.key, []).append(_Graph(kind, tapes[0], names.known))
         elif held:
@@ -148,6 +167,7 @@ class DrySlots:
             # The only reference to the tape goes into the slot, as in a step.
             owner.tapes[key] = graph.pop().tape
         self._run(issue, owner)
+        trace, work = self._log.trace(names.known), self._log.work()
         gives = _gives(issue, owner, names)
         given: dict[Piece, Layout] = Layout.of(owner.grads)
         waiting = MicrobatchState(0, {}, 1.0)
@@ -156,7 +176,7 @@ class DrySlots:
         pending = frozenset(names.of(pending_tensors(waiting.pending.values())))
         held = names.survivors()
         self._facts[backward_kind(issue, made)] = Facts(
-            born=names.born, gives=gives, pending=pending, hidden=held - pending
+            born=names.born, gives=gives, pending=pending, hidden=held - pending, trace=trace, work=work
         )
         if held and not waiting.pending:
             raise _kept(issue.stage)
@@ -172,15 +192,17 @@ class DrySlots:
                 owner.grads[piece] = fresh(given[piece])
                 names.give(owner.grads[piece], Source.GIVEN, place)
         self._run(issue, owner)
+        trace, work = self._log.trace(names.known), self._log.work()
         gives = _gives(issue, owner, names)
         layouts: dict[Piece, Layout] = Layout.of(owner.grads)
-        self._facts[backward_kind(issue, made)] = Facts(born=names.born, gives=gives)
+        self._facts[backward_kind(issue, made)] = Facts(born=names.born, gives=gives, trace=trace, work=work)
         owner.grads.clear()
         if names.survivors():
             raise _kept(issue.stage)
         return layouts
 
     def _run(self, issue: Issue, owner: MicrobatchState) -> None:
+        self._log.start()
         self._engine.issue(replace(issue, frees=()), owner)
 
 

@@ -7,46 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from overlap.ir import Op, StageKey
 from overlap.lower import Issue
+from overlap.memory.refs import Ref, Refs, Source
+from overlap.memory.trace import NOTHING, Trace
 from recompute.modules import RecomputeModule
-
-
-class Source(StrEnum):
-    """Where a storage comes from, as one stage sees it."""
-
-    OUTSIDE = "outside"
-    """A parameter or a buffer: not counted."""
-    READ = "read"
-    """Tensor `part` of the `place`-th value among `Issue.reads`."""
-    PINNED = "pinned"
-    """Tensor `part` of the `place`-th value among `Issue.pinned`."""
-    PIECE = "piece"
-    """B: the gradient piece in the `place`-th place of the flattened `Issue.pieces`."""
-    GIVEN = "given"
-    """W: the gradient piece that the stage's B gave to the `place`-th read."""
-    FORWARD = "forward"
-    """The `place`-th storage born in the stage's forward."""
-    BACKWARD = "backward"
-    """The `place`-th storage born in its backward."""
-    WGRAD = "wgrad"
-    """The `place`-th storage born in its delayed weight gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """A storage as one stage sees it."""
-
-    source: Source
-    place: int = 0
-    part: int = 0
-
-
-Refs = tuple[Ref, ...]
-"""One per tensor of a value, in the order of `tensors_of`; for a holder, the set of what it holds."""
-OUTSIDE_REF = Ref(Source.OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +31,25 @@ class Kind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What a slot computes, as its operators' shapes say."""
+
+    flops: float
+    """Floating-point operations of its matrix products."""
+    traffic: float
+    """Bytes that its operators read and write."""
+    milliseconds: float
+    """Sum over the operators of the longer of arithmetic and traffic, on a device model; 0 without one."""
+
+
+NO_WORK = Work(flops=0.0, traffic=0.0, milliseconds=0.0)
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Per tensor of a value, the elements that a copy of it elsewhere holds, and the bytes of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What one slot leaves behind. Sizes in bytes."""
 
@@ -80,6 +65,10 @@ class Facts:
     """BACKWARD with delayed weight gradients: the tensors that they wait with."""
     hidden: frozenset[Ref] = frozenset()
     """The same: what only their code holds (a tensor in a closure)."""
+    trace: Trace = NOTHING
+    """How live bytes move while the slot runs."""
+    work: Work = NO_WORK
+    """What the slot computes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,10 +79,12 @@ class Footprint:
     """By the setting of `delay_wgrad`, under which graphs leave the weights out."""
     feeds: Mapping[str, tuple[int, ...]]
     """Bytes of a copy of each tensor in each feed."""
-    spans: Mapping[str, tuple[tuple[int, int], ...]]
-    """Per written value, for each tensor the elements that a copy of it elsewhere holds, and the bytes of one."""
+    spans: Mapping[StageKey, tuple[Spans, ...]]
+    """Of what each stage writes."""
     snapshots: Mapping[StageKey, tuple[int, ...]]
     """Bytes of the copies of each stage's in-place state."""
+    granule: int = 1
+    """Bytes that the allocator rounds a request up to; all sizes here are rounded, those of `spans` are not."""
 
 
 def forward_kind(issue: Issue) -> Kind:

@@ -6,8 +6,9 @@ what dies when the tables are dropped one after the other, says who holds what. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +17,16 @@ from torch.utils._pytree import tree_leaves
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
-from overlap.ir import Op, StageKey
+from overlap.ir import Op, Program, StageKey
 from overlap.lanes import NullLanes
 from overlap.lower import Issue, lower
+from overlap.memory.constants import SeenGenerator
+from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
-from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.facts import Facts, Footprint, Kind, Spans
 from overlap.memory.layout import Layout, fresh
+from overlap.memory.refs import Source
+from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import StorageTracker, tensors_of
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
@@ -32,7 +37,10 @@ from recompute.config import RecomputeConfig
 from recompute.keep import span
 from recompute.modules import RecomputeModule
 from recompute.precision import capture_precision, no_autocast
+from recompute.wgrad import adding_in_place
 
+RebuiltParts = Mapping[StageKey, Iterable[frozenset[RecomputeModule]]]
+"""Per stage, each choice of parts that a config rebuilds."""
 _FULL_SIZE_REDUCTIONS = frozenset(
     {
         torch.ops.aten.mse_loss.default,
@@ -52,46 +60,74 @@ def real_bytes(func: Callable[..., Any], args: Sequence[Any], storage: torch.Unt
     return storage.nbytes()
 
 
-def take_footprint(chunk: ModelChunk, feeds: Feeds, delayed: Iterable[bool] = (False, True)) -> Footprint:
+def rounded_bytes(granule: int, func: Callable[..., Any], args: Sequence[Any], storage: torch.UntypedStorage) -> int:
+    """The same, rounded up to a multiple of `granule`."""
+    return -(-real_bytes(func, args, storage) // granule) * granule
+
+
+def take_footprint(
+    chunk: ModelChunk,
+    feeds: Feeds,
+    delayed: Iterable[bool] = (False, True),
+    *,
+    rules: Iterable[RecomputeConfig] | None = None,
+    device: DeviceModel | None = None,
+    constants: bool = False,
+    granule: int = 1,
+) -> Footprint:
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
     Args:
-        chunk: From `fake_chunk`, inside its context. Of its configs only their modules matter.
+        chunk: From `fake_chunk`, inside its context. Its configs and order do not matter if `rules` are given.
         feeds: One microbatch; only shapes and types are used.
         delayed: With which settings of `delay_wgrad` backward is examined.
+        rules: The footprint serves these, and all that rebuild no part of a stage; None: those of the chunk.
+        device: Turns the work of each slot into time; None: no work is counted.
+        constants: Whether constants in graphs and states of generators count, as they do for the CPU allocator.
+        granule: Bytes that the allocator rounds a request up to.
 
     Raises:
         ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
             cannot be seen (anything but tensors, tuples, lists and dicts of them).
     """
     program = chunk.program
-    device = chunk.device.type
-    precision = capture_precision(device)
+    where = chunk.device.type
+    precision = capture_precision(where)
     facts: dict[bool, dict[Kind, Facts]] = {}
-    with torch.autograd.set_multithreading_enabled(False), no_autocast(device), StorageTracker(real_bytes) as tracker:
+    log = SlotLog(device)
+    tracking = StorageTracker(partial(rounded_bytes, granule), log)
+    with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker, adding_in_place():
         values = {name: Layout.of(value) for name, value in feeds.items()}
-        written = dict(values)
+        layouts = dict(values)
+        rebuilt = _rebuilt_parts(program, configs_of(chunk) if rules is None else rules)
+        # Never the real ones: fake tensors are not drawn, and those stay as they are.
+        live = (SeenGenerator(),) if constants else ()
         for delay in delayed:
-            # No generators: fake tensors are not drawn, and the live ones stay as they are.
-            engine = Engine(NullLanes(), run_seed=0, step=0, generators=(), precision=precision, delay_wgrad=delay)
-            dry = DrySlots(engine, tracker, written, facts.setdefault(delay, {}))
-            _run_slots(chunk, dry, delayed=delay)
+            engine = Engine(NullLanes(), run_seed=0, step=0, generators=live, precision=precision, delay_wgrad=delay)
+            # A first pass without a graph is the same for both settings.
+            bare = {kind: fact for found in facts.values() for kind, fact in found.items() if _is_bare(kind)}
+            facts[delay] = dict(bare)
+            dry = DrySlots(engine, tracker, layouts, facts[delay], log=log, constants=constants)
+            _run_slots(program, dry, rebuilt, delayed=delay, bare=not bare)
         return Footprint(
             facts=facts,
             feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
-            spans={name: tuple(map(_span, tree_leaves(written[name]))) for name in program.producers},
+            spans={stage.key: tuple(_spans(layouts[name]) for name in stage.writes) for stage in program.stages},
+            granule=granule,
             snapshots={stage.key: _copied(stage.state, tracker) for stage in program.stages if stage.state},
         )
 
 
-def _run_slots(chunk: ModelChunk, dry: DrySlots, *, delayed: bool) -> None:
-    """Every stage: forward without and with graph, first pass and replay; then backward of each graph."""
-    program = chunk.program
+def _is_bare(kind: Kind) -> bool:
+    return kind.source is Source.FORWARD and not kind.graph and not kind.pinned
+
+
+def _run_slots(program: Program, dry: DrySlots, rebuilt: RebuiltParts, *, delayed: bool, bare: bool) -> None:
+    """Every stage: forward without graph (if `bare`) and with it, first pass and replay; then each graph's backward."""
     keep = Side(program, (), program.trained())
     replay = Side(program, segments_of(program, RecomputeConfig.uniform(1)), program.trained())
     replays = {issue.stage.key: issue for issue in _issues(None, replay, delayed) if issue.slot.op is Op.REPLAY}
-    rebuilt = _rebuilt_parts(chunk)
-    for issue in _issues(keep, None, delayed):
+    for issue in _issues(keep, None, delayed) if bare else ():
         dry.forward_without_graph(issue)
     for issue in _issues(keep, None, delayed):
         if issue.records:
@@ -107,12 +143,17 @@ def _run_slots(chunk: ModelChunk, dry: DrySlots, *, delayed: bool) -> None:
             dry.backward(issue, [wgrads[issue.stage.key]] if issue.delays else [])
 
 
-def _rebuilt_parts(chunk: ModelChunk) -> dict[StageKey, set[frozenset[RecomputeModule]]]:
-    """Per stage, each choice of parts that a config of the chunk rebuilds."""
-    found: dict[StageKey, set[frozenset[RecomputeModule]]] = {}
-    for config in (chunk.recompute,) if isinstance(chunk.recompute, RecomputeConfig) else chunk.recompute:
-        for key, parts in rebuilt_parts(chunk.program, config, segments_of(chunk.program, config)).items():
-            found.setdefault(key, set()).add(parts)
+def configs_of(chunk: ModelChunk) -> Iterable[RecomputeConfig]:
+    """The configs of a chunk's microbatches."""
+    return (chunk.recompute,) if isinstance(chunk.recompute, RecomputeConfig) else chunk.recompute
+
+
+def _rebuilt_parts(program: Program, rules: Iterable[RecomputeConfig]) -> RebuiltParts:
+    """In every layer: which of them a segment covers differs where a layer stands for others."""
+    found: dict[StageKey, dict[frozenset[RecomputeModule], None]] = {}
+    for config in rules:
+        for key, parts in rebuilt_parts(program, config, ()).items():
+            found.setdefault(key, {})[parts] = None
     return found
 
 
@@ -122,9 +163,11 @@ def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple
     return lower(schedule, sides, {}).issues
 
 
-def _span(leaf: Any) -> tuple[int, int]:
-    """Elements and bytes of one; nothing for what is no tensor."""
-    return (span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
+def _spans(value: Any) -> Spans:
+    return tuple(
+        (span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
+        for leaf in tree_leaves(value)
+    )
 
 
 def _copied(tensors: Sequence[Tensor], tracker: StorageTracker) -> tuple[int, ...]:

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from overlap.chunk import ModelChunk
 from overlap.ir import Program, StageKey
 from overlap.memory.bins import Bin, Peaks
-from overlap.memory.facts import Facts, Footprint, Kind, Source
+from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.refs import Source
 from recompute.segments import Segments
 
 _IN_FLIGHT = 2

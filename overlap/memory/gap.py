@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from overlap.chunk import ModelChunk
+from overlap.ir import StageKey
 from overlap.keeping import LOADED, STORED
 from overlap.lower import Issue, Key
-from recompute.config import Keep
+from overlap.plan import Planner
+from recompute.config import Keep, RecomputeConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,18 +31,20 @@ def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
         ConfigError: The chunk has a list of configs of another length.
     """
     trained = chunk.program.trained()
-    producers = chunk.program.producers
-    plain = {source.name for source in chunk.program.inputs if not source.needs_grad}
-    gaps = []
-    for config in chunk.configs(num_microbatches):
-        keys = chunk.planner.survivors(config, trained)
-        pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
-        copied = frozenset(name for name, _ in keys) & plain
-        host = frozenset(key for key in keys if key[1] == STORED and config.keep is Keep.HOST)
-        # Before it leaves and when it is back a stored input is on the device.
-        near = {(name, copy) for name, kept in keys if kept == STORED for copy in (0, LOADED)}
-        gaps.append(Gap(segment_inputs=(keys - pinned - host) | near, pinned=pinned, host=host, copied=copied))
-    return tuple(gaps)
+    return tuple(gap_of(chunk.planner, config, trained) for config in chunk.configs(num_microbatches))
+
+
+def gap_of(planner: Planner, config: RecomputeConfig, trained: frozenset[StageKey]) -> Gap:
+    """The gap of a microbatch that runs under `config`."""
+    producers = planner.program.producers
+    plain = {source.name for source in planner.program.inputs if not source.needs_grad}
+    keys = planner.survivors(config, trained)
+    pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
+    copied = frozenset(name for name, _ in keys) & plain
+    host = frozenset(key for key in keys if key[1] == STORED and config.keep is Keep.HOST)
+    # Before it leaves and when it is back a stored input is on the device.
+    near = {(name, copy) for name, kept in keys if kept == STORED for copy in (0, LOADED)}
+    return Gap(segment_inputs=(keys - pinned - host) | near, pinned=pinned, host=host, copied=copied)
 
 
 def slot_text(issue: Issue, number: int) -> str:

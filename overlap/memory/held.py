@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 from overlap.ir import StageKey
 from overlap.lower import Key, Piece
 from overlap.memory.bins import Claims
-from overlap.memory.facts import Kind, Ref
+from overlap.memory.facts import Kind
 from overlap.memory.gap import Gap
+from overlap.memory.refs import Ref
 
 Ids = tuple[int, ...]
 """Storage ids, one per tensor of a value; OUTSIDE where the storage is not counted."""

@@ -6,18 +6,21 @@ Nothing runs: a table maps what the engine would have there to storage ids, and 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
-from overlap.memory.bins import Border, Storage, Usage, sum_bins
-from overlap.memory.facts import OUTSIDE_REF, Facts, Footprint, Kind, Ref, Source, backward_kind, forward_kind
+from overlap.memory.bins import Border, Claims, Highest, Storage, Usage, sum_bins
+from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
 from overlap.memory.held import Held, Ids
 from overlap.memory.layout import Layout
+from overlap.memory.refs import OUTSIDE_REF, Ref, Source
+from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.step import StepPlan, step_plans
@@ -25,6 +28,16 @@ from recompute.config import Keep
 from recompute.keep import shard_length
 
 _FORWARDS = (Op.FORWARD, Op.NO_GRAD, Op.REPLAY)
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedSlot:
+    """A slot that was just walked."""
+
+    facts: Facts
+    env: Mapping[Ref, int]
+    copied: int
+    """Bytes of the snapshots taken before it."""
 
 
 class Walk:
@@ -35,10 +48,22 @@ class Walk:
         gaps: Of each microbatch, as `gaps_of` gives them.
         delayed: The chunk's `delay_wgrad`.
         ranks: Over which sharded segment inputs are cut.
+        host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
     """
 
-    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool, ranks: int = 1) -> None:
+    def __init__(
+        self,
+        footprints: Sequence[Footprint],
+        gaps: Sequence[Gap],
+        *,
+        delayed: bool,
+        ranks: int = 1,
+        host: bool = True,
+    ) -> None:
         self._ranks = ranks
+        self._host = host
+        self._away: set[int] = set()
+        """Storages in host memory that does not count."""
         self._footprints = footprints
         self._gaps = gaps
         self._facts = [footprint.facts[delayed] for footprint in footprints]
@@ -46,8 +71,20 @@ class Walk:
         self._storages: dict[int, Storage] = {}
         self._held = [Held(self._feeds(*pair)) for pair in zip(footprints, gaps, strict=True)]
         # The step's own copies of in-place state, for the case that it fails; the same for all microbatches.
-        self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL)
+        self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL, "")
         self._curve: list[Border] = []
+        self._tops: list[Highest] = []
+
+    @property
+    def tops(self) -> tuple[Highest, ...]:
+        """The highest point inside every slot walked so far."""
+        return tuple(self._tops)
+
+    @property
+    def live(self) -> int:
+        """Bytes that are held between slots."""
+        self._forget()
+        return sum(storage.nbytes for key, storage in self._storages.items() if key not in self._away)
 
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
@@ -62,24 +99,28 @@ class Walk:
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         held.begun = True
+        start = self.live
         if issue.slot.op in _FORWARDS:
-            self._forward(issue, number)
+            slot = self._forward(issue, number)
         elif issue.slot.op in (Op.STORE, Op.LOAD):
-            self._move(issue, number)
+            slot = self._move(issue, number)
         elif issue.slot.op is Op.BACKWARD:
-            self._backward(issue, number)
+            slot = self._backward(issue, number)
         else:
-            self._wgrad(issue, number)
-        self._end(slot_text(issue, number))
+            slot = self._wgrad(issue, number)
+        self._end(slot_text(issue, number), slot, start)
         for key in issue.frees:
             del held.values[key]
 
-    def _forward(self, issue: Issue, number: int) -> None:
+    def _forward(self, issue: Issue, number: int) -> WalkedSlot:
         held = self._held[number]
         stage, kind = issue.stage, forward_kind(issue)
         facts = self._facts[number][kind]
+        copied = 0
         if issue.snapshots:
-            held.snapshots[stage.key] = self._new(self._footprints[number].snapshots[stage.key], issue.slot.op)
+            sizes = self._footprints[number].snapshots[stage.key]
+            held.snapshots[stage.key] = self._new(sizes, issue.slot.op, stage.name)
+            copied = sum(sizes)
         elif issue.slot.op is Op.REPLAY and stage.state:
             del held.snapshots[stage.key]
         env = {
@@ -94,8 +135,9 @@ class Walk:
         if issue.slot.op is not Op.REPLAY:
             held.outputs += [written[place] for place, _ in issue.collects]
             held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
+        return WalkedSlot(facts, env, copied)
 
-    def _backward(self, issue: Issue, number: int) -> None:
+    def _backward(self, issue: Issue, number: int) -> WalkedSlot:
         held, key = self._held[number], issue.stage.key
         kind, env = _by_adjoint(issue)
         if issue.stage.adjoint is None:
@@ -112,43 +154,70 @@ class Walk:
         if issue.delays:
             waiting = {ref: env[ref] for ref in facts.pending | facts.hidden if ref != OUTSIDE_REF}
             held.pending[key] = (kind, waiting, _ids(facts.pending, env))
+        return WalkedSlot(facts, env, 0)
 
-    def _move(self, issue: Issue, number: int) -> None:
+    def _move(self, issue: Issue, number: int) -> WalkedSlot:
         """A copy elsewhere, or one that is back."""
+        held = self._held[number]
+        footprint = self._footprints[number]
+        leaves = issue.slot.op is Op.STORE and issue.keep is Keep.HOST and not self._host
+        born: list[int] = []
+        spans = dict(zip(issue.stage.writes, footprint.spans[issue.stage.key], strict=True))
         for key in issue.writes:
             if key is not None:
-                sizes = _moved(self._footprints[number].spans[key[0]], issue, self._ranks)
-                self._held[number].values[key] = self._new(sizes, issue.slot.op)
+                sizes = [_rounded(nbytes, footprint.granule) for nbytes in _moved(spans[key[0]], issue, self._ranks)]
+                held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name)
+                if leaves:
+                    self._away.update(held.values[key])
+                born += sizes
+        trace = NOTHING if leaves else make_trace((size, None) for size in born)
+        work = replace(NO_WORK, traffic=float(sum(born)))
+        return WalkedSlot(Facts(born=tuple(born), trace=trace, work=work), {}, 0)
 
-    def _wgrad(self, issue: Issue, number: int) -> None:
+    def _wgrad(self, issue: Issue, number: int) -> WalkedSlot:
         held = self._held[number]
         kind, waiting, _ = held.pending.pop(issue.stage.key)
         facts = self._facts[number][backward_kind(issue, kind)]
         given = [held.grads.get(piece, ()) if piece is not None else () for piece in issue.gives]
         env = {**waiting, **_named(Source.GIVEN, given), **self._born(Source.WGRAD, facts, issue)}
         _give(issue, facts, env, held)
+        return WalkedSlot(facts, env, 0)
 
     def _born(self, source: Source, facts: Facts, issue: Issue) -> dict[Ref, int]:
-        return {Ref(source, place): key for place, key in enumerate(self._new(facts.born, issue.slot.op))}
+        born = self._new(facts.born, issue.slot.op, issue.stage.name)
+        return {Ref(source, place): key for place, key in enumerate(born)}
 
     def _feeds(self, footprint: Footprint, gap: Gap) -> dict[str, Ids]:
         """The caller's own tensors are not counted, the step's copies are."""
         return {
-            name: self._new(sizes, Op.CALL) if name in gap.copied else (OUTSIDE,) * len(sizes)
+            name: self._new(sizes, Op.CALL, "") if name in gap.copied else (OUTSIDE,) * len(sizes)
             for name, sizes in footprint.feeds.items()
         }
 
-    def _new(self, sizes: Iterable[int], born: Op) -> Ids:
-        storages = {next(self._ids): Storage(size, born) for size in sizes}
+    def _new(self, sizes: Iterable[int], born: Op, stage: str) -> Ids:
+        storages = {next(self._ids): Storage(size, born, stage) for size in sizes}
         self._storages |= storages
         return tuple(storages)
 
-    def _end(self, slot: str) -> None:
-        """Note the border, and forget what no table holds."""
+    def _forget(self) -> None:
+        """Drop what no table holds."""
         alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
         self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
-        claims = [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
-        self._curve.append(Border(slot=slot, bytes=sum_bins(self._storages, claims)))
+
+    def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
+        """Note the border and the slot's highest point, and forget what no table holds."""
+        before = self._storages
+        self._forget()
+        frees = {
+            refs[-1]: before[key].nbytes
+            for key, refs in _deaths(slot).items()
+            if key in before and key not in self._storages
+        }
+        self._tops.append(Highest(slot=name, bytes=highest(slot.facts.trace, start + slot.copied, frees)))
+        self._curve.append(Border(slot=name, bytes=sum_bins(self._storages, self._claims())))
+
+    def _claims(self) -> list[Claims]:
+        return [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
 
 
 def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
@@ -163,22 +232,39 @@ def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
     return Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks).run(step_plans(chunk, len(footprints)))
 
 
-def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Footprint]:
+def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants: bool = False) -> list[Footprint]:
     """The footprint of each microbatch; one dry run per different shape.
 
     Args:
         chunk: From `fake_chunk`, inside its context.
         microbatches: Only shapes and types are used.
+        constants: Whether constants in graphs count.
     """
     layouts = [Layout.of(dict(feeds)) for feeds in microbatches]
     found: list[Footprint] = []
     for number, feeds in enumerate(microbatches):
         first = layouts.index(layouts[number])
-        found.append(found[first] if first < number else take_footprint(chunk, feeds, (chunk.delay_wgrad,)))
+        if first < number:
+            found.append(found[first])
+        else:
+            found.append(take_footprint(chunk, feeds, (chunk.delay_wgrad,), constants=constants))
     return found
 
 
-def _moved(spans: Iterable[tuple[int, int]], issue: Issue, ranks: int) -> list[int]:
+def _deaths(slot: WalkedSlot) -> dict[int, list[Ref]]:
+    """Per storage, the names under which it dies in the slot, in order: with the last it is gone."""
+    found: dict[int, list[Ref]] = {}
+    for window in slot.facts.trace:
+        if window.dies is not None:
+            found.setdefault(slot.env[window.dies], []).append(window.dies)
+    return found
+
+
+def _rounded(nbytes: int, granule: int) -> int:
+    return -(-nbytes // granule) * granule
+
+
+def _moved(spans: Spans, issue: Issue, ranks: int) -> list[int]:
     """Bytes of what an S or L slot allocates, a tensor each."""
     if issue.keep is Keep.SHARDED:
         parts = 1 if issue.slot.op is Op.STORE else ranks

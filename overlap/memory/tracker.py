@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -51,11 +51,35 @@ def pending_tensors(pending: Iterable[Pending]) -> list[Tensor]:
     return tensors_of(waiting)
 
 
+class Log(Protocol):
+    """Told of everything that a tracker sees."""
+
+    def changed(self, key: int, nbytes: int) -> None:
+        """A storage was born or grew by so many bytes, or died (negative)."""
+
+    def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
+        """An operator ran; `allocates`: it returned a storage that it made."""
+
+
+class NoLog:
+    """Nobody listens."""
+
+    def changed(self, key: int, nbytes: int) -> None:
+        """Nothing."""
+
+    def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
+        """Nothing."""
+
+
+_NO_LOG = NoLog()
+
+
 class StorageTracker(TorchDispatchMode):
     """Use as a context; ids are never used twice.
 
     Args:
         bytes_of: Size of a storage that an operator returned, from the operator, its arguments and the storage.
+        log: Told of births, deaths and operators.
 
     Attributes:
         live: Every live storage, by id.
@@ -63,9 +87,10 @@ class StorageTracker(TorchDispatchMode):
         slot_peak: Bytes; highest live sum reached inside a slot, its temporaries included.
     """
 
-    def __init__(self, bytes_of: BytesOf = bytes_of) -> None:
+    def __init__(self, bytes_of: BytesOf = bytes_of, log: Log = _NO_LOG) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._bytes_of = bytes_of
+        self._log = log
         self.live: dict[int, Storage] = {}
         self.current = Op.CALL
         self.slot_peak = 0
@@ -87,12 +112,20 @@ class StorageTracker(TorchDispatchMode):
             return func(*args, **keywords)
         inputs = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, keywords))}
         result = func(*args, **keywords)
+        allocates = False
         for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             # A storage that the operator was given and nobody saw before is a feed's or a parameter's.
             if storage._cdata in self._ids or storage._cdata not in inputs:
                 self._note(storage, self._bytes_of(func, args, storage))
+            allocates = allocates or storage._cdata not in inputs
+        self._log.ran(func, args, keywords, result, allocates=allocates)
         return result
+
+    def note(self, tensor: Tensor) -> None:
+        """Count the storage of a tensor that no operator returned, as a constant in a graph."""
+        storage = tensor.untyped_storage()
+        self._note(storage, storage.nbytes())
 
     def _note(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         address = storage._cdata
@@ -106,11 +139,15 @@ class StorageTracker(TorchDispatchMode):
             self._set(self._ids[address], Storage(nbytes, self.live[self._ids[address]].born))
 
     def _set(self, key: int, storage: Storage) -> None:
-        self._bytes += storage.nbytes - (self.live[key].nbytes if key in self.live else 0)
+        change = storage.nbytes - (self.live[key].nbytes if key in self.live else 0)
+        self._bytes += change
+        self._log.changed(key, change)
         self.live[key] = storage
         if self.current is not Op.CALL:
             self.slot_peak = max(self.slot_peak, self._bytes)
 
     def _forget(self, address: int, key: int) -> None:
         del self._ids[address]
-        self._bytes -= self.live.pop(key).nbytes
+        nbytes = self.live.pop(key).nbytes
+        self._bytes -= nbytes
+        self._log.changed(key, -nbytes)

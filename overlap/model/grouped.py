@@ -121,6 +121,15 @@ def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor,
         into[expert] += torch.mm(x[start:end].t(), grad[start:end])
 
 
+def piece_bytes(into: Tensor, x: Tensor, *, device: bool) -> int:
+    """Bytes of the largest piece that grouped_mm_wgrad_add allocates; `device`: by the device kernel."""
+    experts, inner, outer = into.shape
+    if not device:
+        return inner * outer * x.element_size()
+    column = experts * inner * x.element_size()
+    return column * min(_piece_width(column), outer)
+
+
 _grouped_mm_op = torch.library.custom_op("overlap::grouped_mm", _grouped_mm, mutates_args=())
 _grouped_mm_wgrad_op = torch.library.custom_op("overlap::grouped_mm_wgrad", _grouped_mm_wgrad, mutates_args=())
 _grouped_mm_wgrad_add_op = torch.library.custom_op(

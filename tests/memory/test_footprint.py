@@ -15,7 +15,8 @@ from overlap import Program, ProgramBuilder, ProgramError
 from overlap.chunk import ModelChunk
 from overlap.ir import StageKey
 from overlap.memory import fake_chunk, predict, take_footprint
-from overlap.memory.facts import OUTSIDE_REF, Facts, Footprint, Kind, Ref, Source
+from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.refs import OUTSIDE_REF, Ref, Source
 from overlap.model.linear import linear
 from recompute.wgrad import weight_gradient
 from tests.memory.compare import assert_exact, decoder, none, tokens, uniform

@@ -1,0 +1,81 @@
+"""SlotLog: what one slot of a dry run does: births and deaths in order, arithmetic, traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from overlap.memory.device_model import DeviceModel
+from overlap.memory.facts import NO_WORK, Work
+from overlap.memory.refs import OUTSIDE_REF, Ref
+from overlap.memory.trace import Trace, make_trace
+from overlap.memory.tracker import tensors_of
+from overlap.model.grouped import piece_bytes
+
+_WITHIN = -2
+"""Id of what an operator allocates and frees within itself."""
+Flops = Callable[..., int]
+
+
+class SlotLog:
+    """Told by a tracker what happens; read by a dry run after each slot.
+
+    Args:
+        device: Turns work into milliseconds; None: they stay 0.
+    """
+
+    def __init__(self, device: DeviceModel | None = None) -> None:
+        self._device = device
+        self._events: list[tuple[int, int]] = []
+        self._work = NO_WORK
+
+    def start(self) -> None:
+        """A slot begins."""
+        self._events = []
+        self._work = NO_WORK
+
+    def changed(self, key: int, nbytes: int) -> None:
+        """A storage was born or grew by so many bytes, or died (negative)."""
+        self._events.append((key, nbytes))
+
+    def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
+        """An operator ran; a view does no work."""
+        if func is torch.ops.overlap.grouped_mm_wgrad_add.default:
+            # The one operator here that allocates within itself what is not small.
+            nbytes = piece_bytes(args[0], args[1], device=self._device is not None)
+            self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
+        if self._device is None or not (allocates or func._schema.is_mutable):
+            return
+        formula: Flops | None = flop_registry.get(func.overloadpacket)
+        flops = 0.0 if formula is None else float(formula(*args, **keywords, out_val=result))
+        # One that returns nothing reads and writes its first argument, and works in the type of the others.
+        changed = args[0] if result is None else result
+        traffic = float(sum(t.numel() * t.element_size() for t in tensors_of((args, keywords, changed))))
+        self._work = Work(
+            flops=self._work.flops + flops,
+            traffic=self._work.traffic + traffic,
+            milliseconds=self._work.milliseconds
+            + self._device.milliseconds(flops, traffic, _dtype((result, args[1:]))),
+        )
+
+    def work(self) -> Work:
+        """Of the slot so far."""
+        return self._work
+
+    def trace(self, names: Mapping[int, Ref]) -> Trace:
+        """Of the slot so far.
+
+        Args:
+            names: Of the storages that went in; all others are the slot's own.
+        """
+        born = {key for key, nbytes in self._events if nbytes > 0}
+        inside = {key: ref for key, ref in names.items() if key not in born and ref != OUTSIDE_REF}
+        return make_trace((0, inside[key]) if key in inside else (nbytes, None) for key, nbytes in self._events)
+
+
+def _dtype(result: Any) -> torch.dtype:
+    found = tensors_of(result)
+    return found[0].dtype if found else torch.float32

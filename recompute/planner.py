@@ -1,0 +1,184 @@
+"""Planner: which recompute setting fits a memory budget, and which of those is fastest. Never imports torch.
+
+Owns the choice. What a setting needs and how long its step takes comes from whoever predicts it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.errors import ConfigError
+from recompute.modules import RecomputeModule
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+          "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
+_ALL_UP_TO = 8
+"""Layers up to which every number of layers is tried; beyond, doublings and all of them."""
+
+SELECTIONS = tuple(
+    RecomputeConfig.selective(*names)
+    for names in (
+        ("attn",),
+        ("experts",),
+        ("attn", "experts"),
+        ("core_attn",),
+        ("moe_act",),
+        ("layernorm", "moe_act"),
+        ("mla_up_proj", "core_attn"),
+        ("core_attn", "layernorm", "mla_up_proj", "moe_act"),
+    )
+)
+"""Choices of modules that are tried, where a chunk has them."""
+
+
+def parse_bytes(text: str, field: str = "budget") -> int:
+    """Bytes of a size such as `80GiB`, `1.5 GB` or `4096`.
+
+    Args:
+        text: A number and a unit: B, KB, MB, GB, TB (powers of 1000) or KiB, MiB, GiB, TiB (of 1024); none: bytes.
+        field: Name of the setting, for the error.
+
+    Raises:
+        ConfigError: It is no size, or zero.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None or match[2].upper() not in _UNITS:
+        rule = "must be a number and a unit (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB), as in 80GiB"
+        raise ConfigError(field=field, value=text, rule=rule)
+    nbytes = int(float(match[1]) * _UNITS[match[2].upper()])
+    if nbytes < 1:
+        raise ConfigError(field=field, value=text, rule="must be at least one byte")
+    return nbytes
+
+
+def peak_formula(layers: int, in_flight: int, inputs: float, activations: float, group: int) -> float:
+    """Peak bytes of textbook recompute: (ceil(L/k) + N - 1) * I + k * A.
+
+    It falls with the group size k while segment inputs dominate, then rises with the live segment.
+
+    Args:
+        layers: L, of a chunk.
+        in_flight: N, microbatches between their forward and their backward.
+        inputs: I, bytes of one segment's inputs.
+        activations: A, bytes of one layer's graph.
+        group: k, layers of a segment.
+    """
+    return (math.ceil(layers / group) + in_flight - 1) * inputs + group * activations
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to run a step."""
+
+    recompute: RecomputeConfig
+    delay_wgrad: bool
+
+    def __str__(self) -> str:
+        """Print as `uniform 1 hidden, delayed wgrad`."""
+        return f"{self.recompute}{', delayed wgrad' if self.delay_wgrad else ''}"
+
+
+def choices(layers: int, *, mtp: bool, modules: Collection[RecomputeModule]) -> tuple[Choice, ...]:
+    """Every (method, num_layers, replay, modules, keep, wgrad) worth trying.
+
+    Args:
+        layers: Decoder layers of the longest chunk.
+        mtp: Whether a chunk has depths of multi-token prediction.
+        modules: Those that a chunk has.
+    """
+    configs = (*_configs(layers, mtp), *(config for config in SELECTIONS if set(config.modules) <= {*modules}))
+    return tuple(Choice(config, delayed) for config in configs for delayed in (False, True))
+
+
+def _configs(layers: int, mtp: bool) -> Iterator[RecomputeConfig]:
+    """Every config of whole layers."""
+    yield RecomputeConfig.none()
+    for replay in Replay:
+        for count in _counts(layers):
+            yield RecomputeConfig.uniform(count, replay=replay)
+            yield RecomputeConfig.uniform(count, replay=replay, keep=Keep.HOST)
+        for count in _counts(layers):
+            yield RecomputeConfig.block(count, replay=replay)
+            # The block of all layers and MTP depths is `uniform 1`.
+            if mtp and count < layers:
+                yield RecomputeConfig.block(count, recompute_mtp=True, replay=replay)
+
+
+def _counts(layers: int) -> list[int]:
+    """Numbers of layers to try."""
+    doublings = [_ALL_UP_TO * 2**power for power in range(1, 1 + max(layers // _ALL_UP_TO, 1).bit_length())]
+    return [*range(1, min(layers, _ALL_UP_TO) + 1), *(count for count in doublings if count < layers)] + (
+        [layers] if layers > _ALL_UP_TO else []
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A choice with what is predicted of it."""
+
+    choice: Choice
+    bins: Mapping[str, int]
+    """Bytes at the peak of the fullest rank, by kind; they add up to the peak."""
+    milliseconds: float
+    """Of a step."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.bins.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What fits a budget."""
+
+    budget: int
+    """Bytes of one device."""
+    candidates: Sequence[Candidate]
+    """At least one."""
+
+    @cached_property
+    def fitting(self) -> tuple[Candidate, ...]:
+        """Those that fit, fastest first; of equally fast ones the smaller first."""
+        fits = (candidate for candidate in self.candidates if candidate.peak <= self.budget)
+        return tuple(sorted(fits, key=_speed))
+
+    @cached_property
+    def frontier(self) -> tuple[Candidate, ...]:
+        """Those that no other beats in both memory and time, smallest first."""
+        found: list[Candidate] = []
+        for candidate in sorted(self.candidates, key=lambda c: (c.peak, c.milliseconds)):
+            if not found or candidate.milliseconds < found[-1].milliseconds:
+                found.append(candidate)
+        return tuple(found)
+
+    @property
+    def fastest(self) -> Candidate | None:
+        """The fastest that fits; None if none does."""
+        return self.fitting[0] if self.fitting else None
+
+    @property
+    def smallest(self) -> Candidate:
+        """The one that needs least."""
+        return min(self.candidates, key=lambda c: (c.peak, c.milliseconds))
+
+    @property
+    def missing(self) -> int:
+        """Bytes by which even the smallest exceeds the budget; 0 if it fits."""
+        return max(self.smallest.peak - self.budget, 0)
+
+    @property
+    def largest_bin(self) -> str:
+        """The kind of memory that is largest in the smallest candidate."""
+        bins = self.smallest.bins
+        return max(bins, key=lambda kind: bins[kind])
+
+
+def _speed(candidate: Candidate) -> tuple[float, int]:
+    return (candidate.milliseconds, candidate.peak)

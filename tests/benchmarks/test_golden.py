@@ -1,0 +1,70 @@
+"""A benchmark that can fail, and two result files side by side."""
+
+from __future__ import annotations
+
+import copy
+import json
+
+import pytest
+
+from benchmarks.memory import compare, golden
+from benchmarks.memory.markdown import markdown
+
+
+@pytest.fixture
+def payload():
+    return copy.deepcopy(dict(golden.load(golden.GOLDEN)))
+
+
+def test_the_golden_file_passes_itself(payload) -> None:
+    assert golden.check(payload, golden.load(golden.GOLDEN)) == []
+
+
+@pytest.mark.parametrize(
+    ("field", "factor", "fails"),
+    [
+        ("activation_peak", 1.03, True),
+        ("activation_peak", 0.97, True),
+        ("activation_peak", 1.01, False),
+        ("step", 1.09, True),
+        ("step", 0.5, False),
+        ("reserved", 1.06, True),
+    ],
+)
+def test_a_figure_that_leaves_its_tolerance_fails(payload, field, factor, fails) -> None:
+    row = payload["memory"][1]
+    row[field] *= factor
+    found = golden.check(payload, golden.load(golden.GOLDEN))
+    assert [(failure.part, failure.case, failure.field) for failure in found] == (
+        [("memory", row["name"], field)] if fails else []
+    )
+
+
+def test_a_run_with_no_known_case_is_no_pass(payload) -> None:
+    with pytest.raises(ValueError, match="no case in common"):
+        golden.check({"memory": [{"name": "new"}]}, payload)
+
+
+def test_a_prediction_that_misses_fails() -> None:
+    rows = [{"name": "good", "within": True}, {"name": "bad", "within": False}]
+    assert golden.oracle_failures({"oracle": rows}) == ["bad"]
+
+
+def test_ratios(payload, tmp_path, capsys) -> None:
+    other = copy.deepcopy(payload)
+    other["memory"][0]["step"] *= 2
+    found = {(r.part, r.case, r.field): r.ratio for r in compare.ratios(payload, other)}
+    assert found["memory", payload["memory"][0]["name"], "step"] == 2
+    assert sum(ratio != 1 for ratio in found.values()) == 1
+    for name, content in (("a.json", payload), ("b.json", other), ("c.json", {"memory": []})):
+        (tmp_path / name).write_text(json.dumps(content))
+    assert compare.show(tmp_path / "a.json", tmp_path / "b.json") == 0
+    assert "2.000" in capsys.readouterr().out
+    assert compare.show(tmp_path / "a.json", tmp_path / "c.json") == 1
+
+
+def test_markdown_has_environment_and_a_row_per_case(payload) -> None:
+    text = markdown(payload)
+    assert f"- command: {payload['environment']['command']}" in text
+    assert all(f"| {row['name']} |" in text for row in payload["memory"])
+    assert "trace" not in text

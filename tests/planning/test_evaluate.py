@@ -1,0 +1,109 @@
+"""A rank's peak from separate plans is the peak of the whole step; what waits, what stays, what a worst case adds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from overlap.chunk import ModelChunk
+from overlap.memory import fake_chunk, gaps_of
+from overlap.memory.predict import Walk
+from overlap.model import ModelConfig
+from overlap.planning.bins import RankBin, total
+from overlap.planning.chunk_model import ChunkModel
+from overlap.planning.evaluate import Evaluation
+from overlap.planning.job import Job
+from overlap.step import step_plans
+from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.errors import ConfigError
+from recompute.planner import SELECTIONS, Choice
+from tests.planning.tools import SMALL, piped, setting, single
+
+NONE, UNIFORM, BLOCK = RecomputeConfig.none(), RecomputeConfig.uniform, RecomputeConfig.block
+CHOICES = [
+    Choice(rule, delayed)
+    for rule in (NONE, UNIFORM(1), UNIFORM(3), BLOCK(2), UNIFORM(1, replay=Replay.HIDDEN), *SELECTIONS[-2:])
+    for delayed in (False, True)
+]
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_the_parts_add_up_to_the_whole_step(choice) -> None:
+    """The step walked as one, three microbatches, against plans walked alone and what waits beside them."""
+    whole = single()
+    (shape,) = whole.shapes
+    job = whole.job
+    with fake_chunk(
+        lambda: ModelChunk(ChunkModel(job, shape), recompute=choice.recompute, delay_wgrad=choice.delay_wgrad)
+    ) as chunk:
+        walk = Walk([whole.survey[shape].footprint] * 3, gaps_of(chunk, 3), delayed=choice.delay_wgrad)
+        walk.run(step_plans(chunk, 3))
+    rank = Evaluation(whole, choice).rank(0)
+    fixed = total(whole.survey[shape].fixed) + whole.device.workspace
+    assert rank.total - fixed == max(top.bytes for top in walk.tops)
+
+
+def test_inputs_on_the_host_are_not_on_the_device() -> None:
+    """They cost time on the way, and what is on its way."""
+    near, far = (
+        Evaluation(piped(), Choice(UNIFORM(1, keep=keep), False)).outcome() for keep in (Keep.DEVICE, Keep.HOST)
+    )
+    assert 0 < far.fullest.bins[RankBin.SEGMENT_INPUTS] < near.fullest.bins[RankBin.SEGMENT_INPUTS]
+    assert far.fullest.total == sum(far.fullest.bins.values()) < near.fullest.total
+    assert far.milliseconds > near.milliseconds
+
+
+def test_rebuilding_parts_takes_less_and_longer() -> None:
+    """Their rebuilding is counted within the backward that they are part of."""
+    kept = Evaluation(piped(), Choice(NONE, False)).outcome()
+    for config in (*SELECTIONS[:3], *SELECTIONS[-2:]):
+        found = Evaluation(piped(), Choice(config, False)).outcome()
+        assert found.fullest.total < kept.fullest.total
+        assert found.milliseconds > kept.milliseconds
+
+
+def test_what_no_job_can_do_is_refused() -> None:
+    with pytest.raises(ConfigError, match="sharded"):
+        Evaluation(piped(), Choice(UNIFORM(1, keep=Keep.SHARDED), False))
+
+
+def test_bins_of_a_pipeline_rank() -> None:
+    """Each kind is where it should be, and they add up."""
+    kept = Evaluation(piped(), Choice(NONE, False)).rank(0)
+    redone = Evaluation(piped(), Choice(UNIFORM(1), False)).rank(0)
+    late = Evaluation(piped(), Choice(UNIFORM(1, replay=Replay.HIDDEN), True)).rank(0)
+    assert kept.total == sum(kept.bins.values())
+    assert kept.bins[RankBin.SEGMENT_INPUTS] == kept.bins[RankBin.LIVE_SEGMENT] == 0
+    assert kept.bins[RankBin.TRANSPORT] > 0 < kept.bins[RankBin.PIPELINE]
+    assert redone.bins[RankBin.SEGMENT_INPUTS] > 0 < redone.bins[RankBin.PINNED_ROUTING]
+    assert redone.bins[RankBin.ACTIVATIONS] < kept.bins[RankBin.ACTIVATIONS]
+    assert redone.bins[RankBin.PENDING_WGRAD] == 0 < late.bins[RankBin.LIVE_SEGMENT]
+    for name in (RankBin.WEIGHTS, RankBin.GRADIENTS, RankBin.OPTIMIZER):
+        assert kept.bins[name] == redone.bins[name] > 0
+
+
+def test_segment_inputs_follow_the_schedule() -> None:
+    """DualPipeV keeps 2 * pp + 1 (chunk, microbatch) of a rank in flight; one runs at the peak."""
+    rank = Evaluation(piped(), Choice(UNIFORM(8), False)).rank(1)
+    assert rank.waiting in (3, 4)
+
+
+def test_worst_routing_needs_more_than_balanced() -> None:
+    model = ModelConfig(layers=1, experts=8, topk=4, expert_width=256)
+    peaks = {}
+    for name, more in (("balanced", {}), ("skewed", {"skew": 1.5}), ("worst", {})):
+        job = setting(model=model, ep=4, dp=4, seq=128, routing=name, **more)
+        peaks[name] = Evaluation(job, Choice(UNIFORM(1), False)).rank(0).total
+    assert peaks["balanced"] < peaks["skewed"] < peaks["worst"]
+
+
+def test_kept_sends_are_counted() -> None:
+    """Every boundary's outputs and gradients of all microbatches, at the end of the step."""
+    waited = Evaluation(piped(), Choice(UNIFORM(1), False)).rank(1)
+    kept = Evaluation(replace(piped(), job=replace(piped().job, keep_sends=True)), Choice(UNIFORM(1), False)).rank(1)
+    job: Job = piped().job
+    sent = job.tokens * SMALL.hidden * job.item_size
+    more = kept.bins[RankBin.PIPELINE] - waited.bins[RankBin.PIPELINE]
+    assert more > 0
+    assert more % sent == 0
