@@ -18,6 +18,7 @@ from overlap.check import check_stages
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.ir import Program
+from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.agree import agree, compare_collectives
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, PlanRequest
@@ -277,36 +278,57 @@ def engine_for(
     *,
     reduce: bool,
 ) -> Iterator[Engine]:
-    """An engine for one step, with autograd on the calling thread and autocast only inside stages."""
-    device = chunk.device
+    """An engine for one step of a chunk and its replicas."""
+    lanes = chunk.parallel.begin(chunk.program, plans, chunk.lanes, reduce=reduce)
+    with engine_on(lanes, (chunk,), observers, engine_type) as engine:
+        yield engine
+
+
+@contextmanager
+def engine_on(
+    lanes: Lanes, chunks: Sequence[ModelChunk], observers: Sequence[Observer], engine_type: Callable[..., Engine]
+) -> Iterator[Engine]:
+    """An engine for one step, with autograd on the calling thread and autocast only inside stages.
+
+    Args:
+        lanes: Where its issues run.
+        chunks: What it runs, with the same settings and lanes; their replicas end the step too.
+        observers: Watch the step.
+        engine_type: What runs the plans.
+    """
+    lead = chunks[0]
+    device = lead.device
     engine = engine_type(
-        chunk.parallel.begin(chunk.program, plans, chunk.lanes, reduce=reduce),
-        run_seed=chunk.seed,
-        step=chunk.steps_done,
+        lanes,
+        run_seed=lead.seed,
+        step=lead.steps_done,
         generators=default_generators(device),
         precision=capture_precision(device.type),
-        delay_wgrad=chunk.delay_wgrad,
-        observers=(*observers, *chunk.world.observers),
-        stores=chunk.stores,
+        delay_wgrad=lead.delay_wgrad,
+        observers=(*observers, *lead.world.observers),
+        stores=lead.stores,
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:
             yield engine
-            chunk.lanes.finish()
-            chunk.parallel.end()
+            lead.lanes.finish()
+            for chunk in chunks:
+                chunk.parallel.end()
         except BaseException:
-            _abandon(chunk)
+            _abandon(chunks)
             raise
 
 
-def _abandon(chunk: ModelChunk) -> None:
+def _abandon(chunks: Sequence[ModelChunk]) -> None:
     """Leave nothing of a failed step behind."""
-    if chunk.world.debug is not None:
-        chunk.world.debug.clear()
+    lead = chunks[0]
+    if lead.world.debug is not None:
+        lead.world.debug.clear()
     try:
-        chunk.lanes.finish()
+        lead.lanes.finish()
     finally:
-        chunk.parallel.abandon()
+        for chunk in chunks:
+            chunk.parallel.abandon()
 
 
 @contextmanager

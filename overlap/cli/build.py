@@ -119,15 +119,31 @@ def _make_chunk(module: nn.Module, scale: LossScale, options: Options, bench: Be
     )
 
 
-def parallel(chunk: ModelChunk, options: Options, *, keep_together: bool = False) -> ModelChunk:
-    """Keep the chunk in step with its replicas, as the options say; nothing to do in one process."""
+def parallel(
+    chunk: ModelChunk, options: Options, *, keep_together: bool = False, one_by_one: bool = False
+) -> ModelChunk:
+    """Keep the chunk in step with its replicas, as the options say; nothing to do in one process.
+
+    Args:
+        chunk: Changed in place.
+        options: The run.
+        keep_together: See DataSettings.
+        one_by_one: Without shards, reduce every parameter by itself. Where an element lies in a bucket may decide the
+            order of its sum over more than two ranks, and a part of a model has other buckets than the whole.
+    """
     if chunk.world.groups is None:
         return chunk
     # costs a second to import, which a run of one process need not wait for
     from overlap.parallel.attach import DataSettings, make_parallel
+    from overlap.parallel.buckets import BUCKET_BYTES
 
     wide = wide_dtype(DTYPES[options.model.dtype])
-    settings = DataSettings(fsdp=options.parallel.fsdp, keep_together=keep_together, reduce_dtype=wide)
+    settings = DataSettings(
+        fsdp=options.parallel.fsdp,
+        keep_together=keep_together,
+        reduce_dtype=wide,
+        bucket_bytes=1 if one_by_one else BUCKET_BYTES,
+    )
     return make_parallel(chunk, settings)
 
 

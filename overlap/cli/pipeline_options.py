@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from overlap.backends import BACKENDS
-from overlap.cli.build import Bench, make_bench, make_decoder_chunk
+from overlap.cli.build import Bench, make_bench, make_decoder_chunk, parallel
 from overlap.cli.options import Options
 from overlap.model.precision import DTYPES
 from overlap.parallel.world import World
@@ -64,9 +64,6 @@ def read_pipeline(args: argparse.Namespace, options: Options) -> PipelineOptions
     if options.backend.name != BACKENDS[0]:
         rule = f"a model that is cut into stages runs on {BACKENDS[0]}'s modules only"
         raise ConfigError(field="backend", value=options.backend.name, rule=rule)
-    if options.parallel.fsdp:
-        rule = "does not go with a pipeline: its stages hold whole parameters"
-        raise ConfigError(field="fsdp", value=True, rule=rule)
     kind = ScheduleKind(args.schedule or ScheduleKind.INTERLEAVED)
     if args.pin_activations and kind not in SPLITS:
         rule = f"has no effect with schedule {kind}, which never puts weight gradients off: leave it out"
@@ -87,14 +84,16 @@ def with_delays(options: Options, pipeline: PipelineOptions) -> Options:
     return replace(options, delay_wgrad=True) if pipeline.kind in SPLITS else options
 
 
-def build_pipeline(options: Options, pipeline: PipelineOptions, world: World) -> tuple[Pipeline, Bench]:
-    """One rank's share of the pipeline, and what it runs on."""
+def build_pipeline(
+    options: Options, pipeline: PipelineOptions, world: World, *, one_by_one: bool = False
+) -> tuple[Pipeline, Bench]:
+    """One rank's share of the pipeline, in step with its replicas, and what it runs on; one_by_one as in parallel()."""
     bench = make_bench(options, world)
     make = partial(make_decoder_chunk, options, bench)
     share = Pipeline(
         pipeline.layout,
         pipeline.kind,
-        lambda cut, border: make(cut=cut, border=border),
+        lambda cut, border: parallel(make(cut=cut, border=border), options, one_by_one=one_by_one),
         group=None if world.groups is None else world.groups.pp,
         lanes=bench.lanes,
         dtype=DTYPES[options.model.dtype],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from overlap.cli.build import make_decoder_chunk, random_microbatches
+from overlap.cli.build import make_decoder_chunk, parallel, random_microbatches
 from overlap.cli.options import Options, describe
 from overlap.cli.parallel_options import leave_together
 from overlap.cli.pipeline_options import (
@@ -35,8 +35,9 @@ def verify_in_pipeline(options: Options, args: argparse.Namespace, world: World)
         rule = f"must be one of {', '.join(PIPELINE_CONTROLS)} in a pipeline"
         raise ConfigError(field="control", value=args.control, rule=rule)
     with alone_in_a_group(world):
-        pipeline, bench = build_pipeline(options, settings, world)
-        reference = make_decoder_chunk(options, bench, split_embedding=settings.layout.num_stages > 1)
+        pipeline, bench = build_pipeline(options, settings, world, one_by_one=True)
+        whole = make_decoder_chunk(options, bench, split_embedding=settings.layout.num_stages > 1)
+        reference = parallel(whole, options, one_by_one=True)
         batches = [random_microbatches(options, step) for step in range(args.steps)]
         engine_type: Any = Engine if args.control is None else PIPELINE_CONTROLS[args.control]
         own = verify_pipeline(pipeline, reference, batches, engine_type=engine_type)

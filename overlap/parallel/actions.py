@@ -28,6 +28,12 @@ class Actions:
         """Do something when an issue has run; who waits for the issue waits for this too."""
         self.after.setdefault(id(issue), []).append(action)
 
+    def add(self, other: Actions) -> None:
+        """Take over what another one does, behind what is here."""
+        for own, theirs in ((self.before, other.before), (self.after, other.after)):
+            for issue, actions in theirs.items():
+                own.setdefault(issue, []).extend(actions)
+
 
 _NOTHING: Iterable[Action] = ()
 
@@ -44,6 +50,10 @@ class ActingLanes:
         self._lanes = lanes
         self._before: Mapping[int, Iterable[Action]] = actions.before
         self._after: Mapping[int, Iterable[Action]] = actions.after
+
+    def use(self, actions: Actions) -> None:
+        """Do this from now on."""
+        self._before, self._after = actions.before, actions.after
 
     def begin(self, issue: Issue, owner: Owner) -> None:
         """Switch to the issue's lane, then act."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,26 +28,43 @@ def clip_gradients(chunk: ModelChunk, max_norm: float) -> Tensor:
     """
     if chunk.world.groups is None:
         return torch.nn.utils.clip_grad_norm_(chunk.parameters(), max_norm)
-    norm = global_norm(chunk).float()
+    return clip_together((chunk,), max_norm)
+
+
+def clip_together(chunks: Sequence[ModelChunk], max_norm: float, again: Container[int] = ()) -> Tensor:
+    """The same for chunks that are parts of one model.
+
+    Args:
+        chunks: Those of this rank.
+        max_norm: Above 0.
+        again: Parameters, by id, that the norm does not count: they stand for others that it does.
+
+    Returns:
+        The norm before, a scalar.
+    """
+    norm = global_norm(chunks, again).float()
     factor = (max_norm / (norm + _TINY)).clamp(max=1.0)
-    for parameter in chunk.parameters():
-        if parameter.grad is not None:
-            chunk.parallel.local(parameter.grad).mul_(factor)
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.grad is not None:
+                chunk.parallel.local(parameter.grad).mul_(factor)
     return norm
 
 
-def global_norm(chunk: ModelChunk) -> Tensor:
-    """The 2-norm of all gradients of the job, float32 or wider.
+def global_norm(chunks: Sequence[ModelChunk], again: Container[int] = ()) -> Tensor:
+    """The 2-norm of all gradients of the job, float32 or wider; see clip_together.
 
     Every rank gives the squares of what it holds, weighted by one over the ranks that hold the same.
     """
-    experts, world = expert_parameters(chunk.module), chunk.world
+    world = chunks[0].world
     squares = torch.zeros((), dtype=torch.float64, device=world.device)
-    for parameter in chunk.parameters():
-        if parameter.grad is not None:
-            holders = world.layout.expert_data if id(parameter) in experts else world.layout.data
-            held = chunk.parallel.local(parameter.grad)
-            squares += _square(held) / (holders if held is parameter.grad else 1)
+    for chunk in chunks:
+        experts = expert_parameters(chunk.module)
+        for parameter in chunk.parameters():
+            if parameter.grad is not None and id(parameter) not in again:
+                holders = world.layout.expert_data if id(parameter) in experts else world.layout.data
+                held = chunk.parallel.local(parameter.grad)
+                squares += _square(held) / (holders if held is parameter.grad else 1)
     for group in _groups(world):
         world.collectives.record("all_reduce", "gradient norm", squares)
         dist.all_reduce(squares, group=group)
@@ -62,6 +79,8 @@ def _square(gradient: Tensor) -> Tensor:
 
 def _groups(world: World) -> Iterable[dist.ProcessGroup]:
     """Over which to add up: the ranks of a pipeline stage, then the stages."""
+    if world.groups is None:
+        return
     yield world.data_group
     if world.layout.pp > 1:
         yield world.formed.pp

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -11,6 +12,17 @@ from torch import Tensor, nn
 from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
+from overlap.parallel.actions import Actions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkRun:
+    """What a pipeline runs of one chunk in one go."""
+
+    plan: Plan
+    """The chunk's own issues of the plan."""
+    backward: int | None
+    """The microbatch that runs backward in it."""
 
 
 class DataParallel(Protocol):
@@ -30,6 +42,18 @@ class DataParallel(Protocol):
 
         Returns:
             The lanes to run the step on.
+        """
+
+    def around(self, program: Program, runs: Sequence[ChunkRun], *, reduce: bool) -> Sequence[Actions]:
+        """The same for a step of a pipeline, where one plan may run for many microbatches, the last one among them.
+
+        Args:
+            program: The chunk's.
+            runs: All that the step runs of the chunk, in that order.
+            reduce: As in begin().
+
+        Returns:
+            Per run, what to do around its issues. It may be used for every step of these runs.
         """
 
     def end(self) -> None:
@@ -57,6 +81,10 @@ class Alone:
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """The lanes as they are: the hot loop sees nothing of this."""
         return lanes
+
+    def around(self, program: Program, runs: Sequence[ChunkRun], *, reduce: bool) -> Sequence[Actions]:
+        """Nothing."""
+        return [Actions() for _ in runs]
 
     def end(self) -> None:
         """Nothing is under way."""

@@ -5,7 +5,7 @@ Plan-time facts about stages and the groups of parameters that they read; what i
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from overlap.ir import Op, StageKey
@@ -35,11 +35,26 @@ def last_gradients(plan: Plan) -> dict[StageKey, int]:
     return {issue.stage.key: place for place, issue in enumerate(plan.issues) if issue.slot.op in _GIVES_GRADIENTS}
 
 
+def gradients_of(plans: Sequence[Plan], givers: Container[StageKey]) -> dict[int, int]:
+    """Which of the plans give gradients of some stages, by place in the order in which they run.
+
+    Args:
+        plans: One may stand at several places.
+        givers: The stages.
+
+    Returns:
+        Per such place, the place in the plan of the issue that completes what it gives.
+    """
+    found = {id(plan): [at for key, at in last_gradients(plan).items() if key in givers] for plan in plans}
+    return {place: max(found[id(plan)]) for place, plan in enumerate(plans) if found[id(plan)]}
+
+
 def visits(plan: Plan, groups: Mapping[StageKey, tuple[int, ...]], held: Container[int] = ()) -> tuple[Visit, ...]:
     """When the groups of parameters are used in a plan, in order of first use.
 
     A microbatch that runs forward visits a group once; so does one that runs backward, from its replay (or its
-    backward) to its last weight gradient. Visits that overlap are one.
+    backward) to its last weight gradient. Weight gradients alone, whose inputs' gradients another plan gave,
+    are a visit too: a stage may read its weight there (the chunked loss does). Visits that overlap are one.
 
     Args:
         plan: The issues.

@@ -15,7 +15,8 @@ from overlap.lower import Plan
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.buckets import BUCKET_BYTES, Bucket, Pending, Reduction, make_buckets, start_reduction
 from overlap.parallel.collective_log import Collectives
-from overlap.parallel.moments import last_gradients
+from overlap.parallel.data import ChunkRun
+from overlap.parallel.moments import gradients_of, last_gradients
 from overlap.parallel.uses import trainable
 
 ReductionOf = Callable[[nn.Parameter], Reduction | None]
@@ -60,6 +61,17 @@ class Replicas:
                 actions.add_after(last.issues[place], partial(self._start, bucket))
             self._actions[key] = (last, actions)
         return self._actions[key][1]
+
+    def around(self, program: Program, runs: Sequence[ChunkRun], *, reduce: bool) -> Sequence[Actions]:
+        """See DataParallel.around."""
+        around = [Actions() for _ in runs]
+        plans = [run.plan for run in runs]
+        for bucket in self.buckets(program) if reduce else ():
+            moments = gradients_of(plans, frozenset(bucket.stages))
+            if moments:
+                last = max(moments)
+                around[last].add_after(plans[last].issues[moments[last]], partial(self._start, bucket))
+        return around
 
     def buckets(self, program: Program) -> tuple[Bucket, ...]:
         """The buckets of the parameters that train now."""

@@ -19,8 +19,9 @@ from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.actions import ActingLanes, Actions
+from overlap.parallel.data import ChunkRun
 from overlap.parallel.fsdp import ParameterGroup, finish_step
-from overlap.parallel.moments import last_gradients, visits
+from overlap.parallel.moments import gradients_of, last_gradients, visits
 from overlap.parallel.replicas import Replicas
 from overlap.parallel.shards import local, parameter_groups
 from overlap.parallel.uses import Uses, trainable, uses_of
@@ -59,6 +60,17 @@ class Sharded:
         if key not in self._actions:
             self._actions[key] = (tuple(plans), self._make_actions(plans, uses, reduce=reduce))
         return ActingLanes(self._rest.begin(program, plans, lanes, reduce=reduce), self._actions[key][1])
+
+    def around(self, program: Program, runs: Sequence[ChunkRun], *, reduce: bool) -> Sequence[Actions]:
+        """See DataParallel.around. A group is reduced after its last gradient of the step, in whatever run that is."""
+        uses = self.uses(program)
+        around = self._rest.around(program, runs, reduce=reduce)
+        for number, planned in enumerate(uses.planned):
+            self._add_moments(around, runs, number, planned, uses, reduce=reduce)
+        self._hold(around, runs, uses)
+        for actions, run in zip(around, runs, strict=True):
+            self._add_visits(actions, run.plan, uses)
+        return around
 
     def uses(self, program: Program) -> Uses:
         """What the stages use of the groups, as parameters are trainable now."""
@@ -111,6 +123,41 @@ class Sharded:
     def _scatter_all(self) -> None:
         for group in self.groups:
             group.scatter()
+
+    def _add_moments(
+        self,
+        around: Sequence[Actions],
+        runs: Sequence[ChunkRun],
+        number: int,
+        planned: frozenset[int],
+        uses: Uses,
+        *,
+        reduce: bool,
+    ) -> None:
+        """Say when gradients of a group are complete: some of a microbatch's, all of them, all of the step's."""
+        moments = gradients_of([run.plan for run in runs], uses.givers[number])
+        whole = {runs[place].backward: place for place in moments}
+        for place, at in moments.items():
+            # where backward is cut in two, what the first half leaves out is still to come: no zeros in its stead
+            filled = planned if whole[runs[place].backward] == place else frozenset[int]()
+            done = partial(self.groups[number].backward_done, filled, reduce=reduce and place == max(moments))
+            around[place].add_after(runs[place].plan.issues[at], done)
+
+    def _hold(self, around: Sequence[Actions], runs: Sequence[ChunkRun], uses: Uses) -> None:
+        """Say when groups that stay together until the step's end are brought together: before their first use."""
+        for number in uses.held:
+            first = next(
+                (
+                    (actions, issue)
+                    for actions, run in zip(around, runs, strict=True)
+                    for issue in run.plan.issues
+                    if number in uses.groups.get(issue.stage.key, ())
+                ),
+                None,
+            )
+            if first is not None:
+                actions, issue = first
+                actions.add_before(issue, self.groups[number].gather)
 
     def _make_actions(self, plans: Sequence[Plan], uses: Uses, *, reduce: bool) -> Actions:
         actions = Actions()

@@ -11,6 +11,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def laid_out(part: Tensor, like: Tensor) -> Tensor:
+    """What this rank holds of a tensor, as a tensor that lies over the ranks as another one of its shape does."""
+    if not isinstance(like, DTensor):
+        return part
+    return DTensor.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
 def parameter_groups(module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
     """The parameters as an optimizer takes them: one group per layout, in order of first appearance.
 

@@ -75,9 +75,9 @@ __all__ = [
     "get_warmup_ops",
     "lower_actions",
     "microbatch_of",
+    "parts_of",
     "sub_actions",
     "take_receive",
-    "wait_unsharded",
 ]
 
 
@@ -152,15 +152,18 @@ def microbatch_of(action: Action) -> int:
     return int(action.microbatch_index)
 
 
+def parts_of(action: Action) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """Stage and microbatch that run forward in a compute action, and those that run backward."""
+    parts = action.sub_actions or (action,)
+    ahead = [(part.stage_index, microbatch_of(part)) for part in parts if part.computation_type is FORWARD]
+    behind = [(part.stage_index, microbatch_of(part)) for part in parts if part.computation_type is not FORWARD]
+    return next(iter(ahead), None), next(iter(behind), None)
+
+
 def _runtime(context: Context) -> Runtime:
     if not isinstance(context.schedule_ref, Runtime):
         raise AssertionError(f"{context.schedule_ref} is not the runtime that the handlers were made for")
     return context.schedule_ref
-
-
-def wait_unsharded(context: Context, stage: PipelineStage) -> None:
-    """Wait until a stage's FSDP2 parameters are gathered; nothing to do for others."""
-    _runtime(context)._assert_unsharded(stage)
 
 
 def take_receive(context: Context, action: Action) -> None:

@@ -6,18 +6,29 @@ and autograd, are never taken. Sends, receives and hand-over within a rank are s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import Lane
 from overlap.lanes import Lanes
-from overlap.lower import Plan
 from overlap.model.decoder import ARRIVING
+from overlap.parallel.actions import ActingLanes
 from overlap.pipelining import compat
-from overlap.pipelining.plans import PairPlans
+from overlap.pipelining.runs import StepRuns
 from overlap.pipelining.stage import ChunkStage, local_stages
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
+from overlap.plan import BACKWARD_SIDE
 from recompute.errors import RecomputeError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningStep:
+    """What a step runs on."""
+
+    engine: Engine
+    lanes: ActingLanes
+    """The engine's."""
+    planned: StepRuns
 
 
 class Executor:
@@ -25,15 +36,13 @@ class Executor:
 
     Args:
         stages: Its virtual stages.
-        plans: Their plans.
         lanes: Where issues run; between two actions the compute lane is current, since the runtime works there.
     """
 
-    def __init__(self, stages: Sequence[ChunkStage], plans: PairPlans, lanes: Lanes) -> None:
+    def __init__(self, stages: Sequence[ChunkStage], lanes: Lanes) -> None:
         self._stages = local_stages(stages)
-        self._plans = plans
         self._lanes = lanes
-        self._engines: list[Engine] = []
+        self._running: list[RunningStep] = []
 
     def register(self, schedule: compat.Runtime) -> None:
         """Take over all compute actions of a schedule."""
@@ -46,86 +55,80 @@ class Executor:
         ):
             schedule.register_custom_function(kind, handler)
 
-    def open_step(self, engine: Engine) -> None:
-        """Use this engine from now on."""
-        self._engines = [engine]
+    def open_step(self, step: RunningStep) -> None:
+        """Run actions of this step from now on."""
+        self._running = [step]
 
     def close_step(self) -> None:
         """Forget it."""
-        self._engines = []
+        self._running = []
 
     def forward(self, action: compat.Action, ctx: compat.Context) -> None:
         """FORWARD: one chunk's forward alone."""
-        stage, microbatch = self._begin_forward(action, ctx)
-        if stage.has_backward:
-            plan = self._plans.pair(stage.half(microbatch), None)
-        else:
-            plan = self._plans.evaluation(stage.stage_index)
-        self._run(plan, {FORWARD_SIDE: stage.states[microbatch]})
+        self._begin_forward(action, ctx)
+        self._run(action)
 
     def backward(self, action: compat.Action, ctx: compat.Context) -> None:
         """FULL_BACKWARD: one chunk's backward alone."""
-        stage, microbatch = self._begin_backward(action, ctx)
-        if stage.has_backward:
-            self._run(self._plans.pair(None, stage.half(microbatch)), {BACKWARD_SIDE: stage.states[microbatch]})
-            self._end_backward(stage, microbatch, whole=True)
+        self._begin_backward(action, ctx)
+        if self._run(action):
+            self._end_backward(action, whole=True)
 
     def backward_input(self, action: compat.Action, ctx: compat.Context) -> None:
         """BACKWARD_INPUT: gradients of the inputs, and weight gradients that need not wait (R13)."""
-        stage, microbatch = self._begin_backward(action, ctx)
-        if stage.has_backward:
-            first, _ = self._plans.halves(stage.half(microbatch))
-            self._run(first, {BACKWARD_SIDE: stage.states[microbatch]})
-            self._end_backward(stage, microbatch, whole=False)
+        self._begin_backward(action, ctx)
+        if self._run(action):
+            self._end_backward(action, whole=False)
 
     def backward_weight(self, action: compat.Action, ctx: compat.Context) -> None:
         """BACKWARD_WEIGHT: the other weight gradients."""
-        stage, microbatch = self._stage(action, ctx)
-        if stage.has_backward:
-            _, second = self._plans.halves(stage.half(microbatch))
-            self._run(second, {BACKWARD_SIDE: stage.states[microbatch]})
-            check_done(stage, stage.states[microbatch])
+        if self._run(action):
+            self._check_done(action)
 
     def overlap(self, action: compat.Action, ctx: compat.Context) -> None:
         """OVERLAP_F_B: forward of one chunk and backward of another as one plan."""
         forward, backward = compat.sub_actions(action)
-        ahead, first = self._begin_forward(forward, ctx)
-        behind, second = self._begin_backward(backward, ctx)
-        if not behind.has_backward:
-            self._run(self._plans.evaluation(ahead.stage_index), {FORWARD_SIDE: ahead.states[first]})
-            return
-        states = {FORWARD_SIDE: ahead.states[first], BACKWARD_SIDE: behind.states[second]}
-        self._run(self._plans.pair(ahead.half(first), behind.half(second)), states)
-        self._end_backward(behind, second, whole=True)
+        self._begin_forward(forward, ctx)
+        self._begin_backward(backward, ctx)
+        if self._run(action):
+            self._end_backward(backward, whole=True)
 
-    def _stage(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
-        stage = self._stages[action.stage_index]
-        compat.wait_unsharded(ctx, stage)
-        return stage, compat.microbatch_of(action)
+    def _stage(self, action: compat.Action) -> tuple[ChunkStage, int]:
+        return self._stages[action.stage_index], compat.microbatch_of(action)
 
-    def _begin_forward(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
-        stage, microbatch = self._stage(action, ctx)
+    def _begin_forward(self, action: compat.Action, ctx: compat.Context) -> None:
+        stage, microbatch = self._stage(action)
         compat.take_receive(ctx, action)
         stage.border.forward = microbatch
         if not stage.is_first:
             stage.states[microbatch].values[ARRIVING, 0] = stage.border.arrivals.coming(microbatch)
-        return stage, microbatch
 
-    def _begin_backward(self, action: compat.Action, ctx: compat.Context) -> tuple[ChunkStage, int]:
-        stage, microbatch = self._stage(action, ctx)
+    def _begin_backward(self, action: compat.Action, ctx: compat.Context) -> None:
+        stage, microbatch = self._stage(action)
         compat.take_receive(ctx, action)
         stage.border.open_backward(microbatch)
-        return stage, microbatch
 
-    def _end_backward(self, stage: ChunkStage, microbatch: int, *, whole: bool) -> None:
+    def _end_backward(self, action: compat.Action, *, whole: bool) -> None:
+        stage, microbatch = self._stage(action)
         stage.border.close_backward(stage.shape(microbatch), first=stage.is_first, last=stage.is_last)
         if whole:
-            check_done(stage, stage.states[microbatch])
+            self._check_done(action)
 
-    def _run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
-        (engine,) = self._engines
-        engine.run(plan, states)
+    def _check_done(self, action: compat.Action) -> None:
+        stage, microbatch = self._stage(action)
+        check_done(stage, stage.states[microbatch])
+
+    def _run(self, action: compat.Action) -> bool:
+        """Run the action's plan; whether a backward was part of it. An evaluation has none."""
+        (step,) = self._running
+        if action not in step.planned.runs:
+            return False
+        run = step.planned.runs[action]
+        step.lanes.use(step.planned.around[action])
+        states = {side: self._stages[stage].states[microbatch] for side, (stage, microbatch) in run.sides.items()}
+        step.engine.run(run.plan, states)
         self._lanes.enter(Lane.COMPUTE)
+        return BACKWARD_SIDE in run.sides
 
 
 def check_done(stage: ChunkStage, owner: MicrobatchState) -> None:

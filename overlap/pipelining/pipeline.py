@@ -17,6 +17,7 @@ from overlap.pipelining.channels import Channel, Handover, Wire
 from overlap.pipelining.executor import Executor
 from overlap.pipelining.layout import PipelineLayout
 from overlap.pipelining.plans import PairPlans
+from overlap.pipelining.runs import StepPlanner
 from overlap.pipelining.schedules import SPLITS, OrderedSchedule, ScheduleKind, make_orders
 from overlap.pipelining.shared import SharedEmbedding
 from overlap.pipelining.stage import ChunkStage
@@ -85,13 +86,16 @@ class Pipeline:
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
         planners = {stage: chunk.planner for stage, chunk in chunks.items()}
         self.plans = PairPlans(planners, self.lead.order, delayed=self.lead.delay_wgrad, pin=pin_activations)
-        self.executor = Executor(self.stages, self.plans, lanes)
+        self.planner = StepPlanner(self.stages, self.plans)
+        self.executor = Executor(self.stages, lanes)
         self._runtime = runtime
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False
         """Whether all ranks were found to have the same settings."""
         self.shared = SharedEmbedding.of([stage.part for stage in self.stages])
         self.shared.join()
+        self.accumulating = False
+        """Whether gradients of this pipeline wait for a later call to reduce them."""
 
     @property
     def chunks(self) -> tuple[ModelChunk, ...]:
@@ -126,6 +130,12 @@ class Pipeline:
         """The parameters that this rank trains, by their names in the whole model."""
         named = {name: p for chunk in self.chunks for name, p in chunk.module.named_parameters()}
         return {name: p for name, p in named.items() if p is not self.shared.alias}
+
+    def parameter_groups(self) -> list[dict[str, list[nn.Parameter]]]:
+        """The same as an optimizer takes them: those of one layout over ranks together."""
+        every = [g["params"] for chunk in self.chunks for g in chunk.parallel.parameter_groups(chunk.module)]
+        trained = [[parameter for parameter in group if parameter is not self.shared.alias] for group in every]
+        return [{"params": group} for group in trained if group]
 
     def named_buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers of this rank by their names in the whole model."""

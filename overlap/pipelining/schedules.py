@@ -156,6 +156,11 @@ class OrderedSchedule(compat.Runtime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     @property
+    def own_actions(self) -> list[compat.Action]:
+        """The compute actions of this rank, in order."""
+        return [action for action in self.pipeline_order[self.rank] if action is not None]
+
+    @property
     def overlapped(self) -> int:
         """Actions of this rank that run forward and backward as one."""
         return count_pairs(self.pipeline_order[self.rank])

@@ -62,9 +62,8 @@ class ChunkStage(StaticStage):
     ) -> None:
         # Any shape will do: nothing of torch's reads it, but with one the start-up infers none.
         state = torch.empty(1, device="meta")
-        super().__init__(
-            chunk.module, index, num_stages, chunk.device, input_args=state, output_args=state, group=group
-        )
+        # The runtime sees no parameters: it would gather and reduce sharded ones itself, at other moments.
+        super().__init__(nn.Module(), index, num_stages, chunk.device, input_args=state, output_args=state, group=group)
         self.chunk = chunk
         self.border = border
         self.part = cast(Part, chunk.module)
@@ -102,7 +101,8 @@ class ChunkStage(StaticStage):
         """
         if not self.chunk.checked:
             arriving = torch.zeros(self.part.state_shape(feeds["ids"]), dtype=dtype, device=self.chunk.device)
-            check_stages(self.chunk, {**self._own(feeds), **({} if self.is_first else {ARRIVING: arriving})})
+            with self.chunk.parallel.whole():
+                check_stages(self.chunk, {**self._own(feeds), **({} if self.is_first else {ARRIVING: arriving})})
             self.chunk.checked = True
 
     def _own(self, feeds: Feeds) -> Feeds:
@@ -125,6 +125,10 @@ class ChunkStage(StaticStage):
     def half(self, microbatch: int) -> Half:
         """The stage's side of a plan."""
         return Half(self.stage_index, self._configs[microbatch], self._trained)
+
+    def halves(self) -> tuple[Half, ...]:
+        """Of all microbatches of the step."""
+        return tuple(self.half(microbatch) for microbatch in sorted(self.states))
 
     def shape(self, microbatch: int) -> tuple[int, ...]:
         """Of the state at its borders."""

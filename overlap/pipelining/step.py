@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
 from overlap.engine import Engine, Feeds, Observer
+from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.agree import agree, compare_collectives, gather
 from overlap.pipelining.compat import forget_receives
+from overlap.pipelining.executor import RunningStep
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.schedules import OrderedSchedule
-from overlap.step import Losses, apply_effects, check_accumulate, check_precision, engine_for, replayed_feeds, rollback
+from overlap.step import Losses, apply_effects, check_accumulate, check_precision, engine_on, replayed_feeds, rollback
 from recompute.errors import ConfigError
 
 
@@ -21,6 +23,7 @@ def train_pipeline(
     microbatches: Sequence[Feeds],
     accumulate: int = 1,
     *,
+    last: bool = True,
     total_tokens: int | None = None,
     observers: Sequence[Observer] = (),
     engine_type: Callable[..., Engine] = Engine,
@@ -34,6 +37,8 @@ def train_pipeline(
         pipeline: This rank's share.
         microbatches: Feeds of the whole model, the same on all ranks of the pipeline.
         accumulate: Calls per optimizer step; losses are scaled by one over all their microbatches.
+        last: Whether this is the last of these calls: gradients are then reduced over the replicas, and the two copies
+            of an embedding that the ends share get the sum of theirs.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
         observers: Watch the step.
         engine_type: What runs the plans; a test may break one thing in a subclass.
@@ -42,12 +47,13 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a number of microbatches that the schedule
+        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not
+            the last, a number of microbatches that the schedule
             does not take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_pipeline_feeds(pipeline, microbatches)
-    check_accumulate(accumulate, True)
+    check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
         return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
     check_precision(pipeline.lead.device)
@@ -59,8 +65,10 @@ def train_pipeline(
     for stage in pipeline.stages:
         stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
-    with _running(pipeline, schedule, observers, engine_type, keep=True), pipeline.shared.apart(*ends, pipeline.group):
+    joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
+    with joined, _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last):
         schedule.step(return_outputs=False)
+    pipeline.accumulating = not last
     results = _results(pipeline, effects=True)
     compare_collectives(pipeline.lead.world)
     return results
@@ -85,7 +93,7 @@ def evaluate_pipeline(
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
         stage.open_step(microbatches, 1.0, [frozenset()] * len(microbatches))
-    with _running(pipeline, schedule, observers, engine_type, keep=False), torch.no_grad():
+    with _running(pipeline, schedule, observers, engine_type, keep=False, reduce=False), torch.no_grad():
         schedule.eval(return_outputs=False)
     return _results(pipeline, effects=False)
 
@@ -98,15 +106,27 @@ def _running(
     engine_type: Callable[..., Engine],
     *,
     keep: bool,
+    reduce: bool,
 ) -> Iterator[None]:
-    """An engine for the step, and nothing left of it if it fails; keep: in-place state stays if it does not."""
+    """An engine for the step, and nothing left of it if it fails.
+
+    Args:
+        pipeline: This rank's share.
+        schedule: What drives it.
+        observers: Watch the step.
+        engine_type: What runs the plans.
+        keep: Whether it trains: in-place state stays.
+        reduce: Whether gradients are reduced over the replicas.
+    """
     done = False
     with ExitStack() as stack:
-        engine = stack.enter_context(engine_for(pipeline.lead, (), observers, engine_type, reduce=False))
+        lanes = ActingLanes(pipeline.lead.lanes, Actions())
+        engine = stack.enter_context(engine_on(lanes, pipeline.chunks, observers, engine_type))
         for chunk in pipeline.chunks:
             stack.enter_context(rollback(chunk.program, always=not keep))
-        pipeline.executor.open_step(engine)
         try:
+            planned = pipeline.planner.step(schedule.own_actions, training=keep, reduce=reduce)
+            pipeline.executor.open_step(RunningStep(engine=engine, lanes=lanes, planned=planned))
             yield
             for channel in pipeline.channels:
                 channel.finish()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
@@ -31,7 +31,8 @@ def verify_pipeline(
 
     Args:
         pipeline: This rank's share; trained.
-        reference: The whole model in one process, its embedding split where the pipeline's is; trained.
+        reference: The whole model on this rank, its embedding split where the pipeline's is; its replicas or shards are
+            those of the pipeline's stages. Trained.
         batches: The microbatches of each step.
         engine_type: What runs the plans; a control breaks one thing in it.
 
@@ -41,7 +42,7 @@ def verify_pipeline(
     names = list(pipeline.named_parameters())
     optimizers = [
         torch.optim.AdamW(params, lr=1e-3)
-        for params in (reference.parameters(), list(pipeline.named_parameters().values()))
+        for params in (reference.parallel.parameter_groups(reference), pipeline.parameter_groups())
     ]
     loss_equal = rng_equal = True
     nothing = TensorsCompared(compared=0, different=())
@@ -60,7 +61,7 @@ def verify_pipeline(
         wanted = dict(reference.module.named_parameters())
         own = pipeline.named_parameters()
         gradients = gradients.merged(
-            compare({name: wanted[name].grad for name in names}, {name: own[name].grad for name in names})
+            compare(*({name: held_gradient(reference, held[name]) for name in names} for held in (wanted, own)))
         )
         kept = dict(reference.module.named_buffers(remove_duplicate=False))
         held = dict(pipeline.named_buffers())
@@ -77,6 +78,11 @@ def verify_pipeline(
         rng_equal=rng_equal,
         max_live_segments=counter.peak,
     )
+
+
+def held_gradient(reference: ModelChunk, parameter: nn.Parameter) -> Tensor | None:
+    """What this rank holds of a gradient; the reference is sharded as the pipeline is."""
+    return None if parameter.grad is None else reference.parallel.local(parameter.grad)
 
 
 def merge_embedding(reference: ModelChunk) -> None:

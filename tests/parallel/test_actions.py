@@ -39,3 +39,20 @@ def test_actions_run_inside_the_lane_of_their_issue() -> None:
     lanes.finish()
     own = ["begin", "before first", "before second", "after first", "after second", "end"]
     assert log == [*own, "begin", "end", "finish"]
+
+
+def test_what_is_done_can_be_added_up_and_changed_between_plans() -> None:
+    """A pipeline runs one plan for many microbatches, and acts differently around the last."""
+    chunk, log = small_chunk(), list[str]()
+    issue, *_ = chunk.planner.plan(PlanRequest(chunk.configs(1)[0], None, chunk.program.trained())).issues
+    actions, others = Actions(), Actions()
+    actions.add_before(issue, partial(log.append, "own"))
+    others.add_before(issue, partial(log.append, "theirs"))
+    actions.add(others)
+    lanes: Any = ActingLanes(NullLanes(), Actions())
+    lanes.begin(issue, None)
+    lanes.use(actions)
+    lanes.begin(issue, None)
+    lanes.use(others)
+    lanes.begin(issue, None)
+    assert log == ["own", "theirs", "theirs"]

@@ -15,7 +15,7 @@ def norms(ep: int, fsdp: bool, limit: float) -> tuple[float, float, float, float
     world = world_of(ep=ep)
     chunk = parallel_chunk(world, DataSettings(fsdp=fsdp))
     train_step(chunk, feeds_of(world.rank, 2))
-    said, wanted = float(global_norm(chunk)), norm_of_all(chunk)
+    said, wanted = float(global_norm((chunk,))), norm_of_all(chunk)
     before = float(clip_gradients(chunk, limit))
     return said, wanted, before, norm_of_all(chunk)
 

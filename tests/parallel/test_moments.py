@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 from overlap.ir import Op
 from overlap.lower import Plan
 from overlap.orders import get_order
-from overlap.parallel.moments import Visit, last_gradients, visits
+from overlap.parallel.moments import Visit, gradients_of, last_gradients, visits
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest
 from recompute import RecomputeConfig
 from recompute.config import Keep, Replay
@@ -38,6 +40,18 @@ def test_gradients_are_complete_with_the_last_slot_that_adds_to_them() -> None:
         assert all(plan.issues[last[layer, "experts"]].slot.op is wanted for layer in range(3))
         assert plan.issues[last[1, "dispatch"]].slot.op is Op.BACKWARD
         assert len(last) == len(dummy_program("MMM").stages)
+
+
+def test_plans_that_give_a_gradient_are_found_among_those_that_run() -> None:
+    """One plan at two places, beside one that gives none of it: a backward cut in two gives it in one half only."""
+    both = plan_of(RecomputeConfig.none(), delayed=True, forward=False)
+    late = tuple(issue for issue in both.issues if issue.slot.op is Op.WGRAD)
+    now = replace(both, issues=tuple(issue for issue in both.issues if issue.slot.op is not Op.WGRAD))
+    later = replace(both, issues=late)
+    (place,) = (at for at, issue in enumerate(late) if issue.stage.key == (1, "experts"))
+    assert gradients_of([now, later, now, later], {(1, "dispatch")}).keys() == {0, 2}
+    assert gradients_of([later, later], {(1, "experts")}) == {0: place, 1: place}
+    assert gradients_of([later], {(7, "experts")}) == {}
 
 
 def test_a_layer_is_visited_once_forward_and_once_from_replay_to_weight_gradient() -> None:

@@ -17,7 +17,8 @@ from overlap.model import Decoder, ModelConfig
 from overlap.model.cut import Border, Cut
 from overlap.pipelining import Pipeline, ScheduleKind, make_layout, placement_of
 from overlap.pipelining.schedules import SPLITS
-from overlap.verify import compare
+from overlap.pipelining.verify import held_gradient
+from overlap.verify import Prepare, as_is, compare
 from recompute.config import Granularity, Method, RecomputeConfig, Replay
 
 LOCAL = LocalTransport()
@@ -53,6 +54,7 @@ def make_pipeline(
     lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
     transport: Transport = LOCAL,
     group: dist.ProcessGroup | None = None,
+    prepare: Prepare = as_is,
     **more: Any,
 ) -> Pipeline:
     """One rank's share, over a process group, or the default one."""
@@ -62,7 +64,8 @@ def make_pipeline(
     common = settings(kind, recompute, **more)
 
     def make(cut: Cut, border: Border) -> ModelChunk:
-        return ModelChunk(Decoder(config, transport=transport, cut=cut, border=border), lanes=lanes, **common)
+        module = Decoder(config, transport=transport, cut=cut, border=border)
+        return prepare(ModelChunk(module, lanes=lanes, **common))
 
     return Pipeline(
         layout, kind, make, group=group, lanes=lanes, dtype=torch.float32, device=torch.device("cpu"),
@@ -77,11 +80,12 @@ def make_reference(
     *,
     stages: int = 2,
     transport: Transport = LOCAL,
+    prepare: Prepare = as_is,
     **more: Any,
 ) -> ModelChunk:
     """The whole model."""
     module = Decoder(config, transport=transport, split_embedding=stages > 1)
-    return ModelChunk(module, **settings(kind, recompute, **more))
+    return prepare(ModelChunk(module, **settings(kind, recompute, **more)))
 
 
 def batch(config: ModelConfig, microbatches: int, seed: int = 0) -> list[Feeds]:
@@ -106,7 +110,7 @@ def different(pipeline: Pipeline, reference: ModelChunk, found: Any, expected: A
     """Names of gradients, buffers and losses of this rank that are not the reference's, bit for bit."""
     wanted = dict(reference.module.named_parameters())
     own = pipeline.named_parameters()
-    gradients = compare({n: wanted[n].grad for n in own}, {n: p.grad for n, p in own.items()})
+    gradients = compare(*({n: held_gradient(reference, held[n]) for n in own} for held in (wanted, own)))
     kept = dict(reference.module.named_buffers(remove_duplicate=False))
     held = dict(pipeline.named_buffers())
     buffers = compare({n: kept[n] for n in held}, held)
