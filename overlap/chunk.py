@@ -188,8 +188,8 @@ class ModelChunk(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Device of the parameters; the CPU if there are none."""
-        return next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        """Device of the parameters; if there are none, as in an empty pipeline stage, this rank's."""
+        return next((p.device for p in self.module.parameters()), self.world.device)
 
     def get_extra_state(self) -> dict[str, int]:
         """The step count travels with the weights."""

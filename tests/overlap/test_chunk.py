@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from overlap.engine import MicrobatchState
 from overlap.errors import ScheduleError
 from overlap.ir import Op
 from overlap.lower import Issue
+from overlap.memory.trivial import Trivial
 from overlap.orders import Order
+from overlap.parallel.world import SOLO
 from overlap.step import train_step
 from recompute import ConfigError, RecomputeConfig
 from tests.overlap.programs import TinyModel, differences, result_of, tiny_chunk, tiny_feeds
@@ -174,3 +177,10 @@ def test_freezing_between_steps_makes_new_plans() -> None:
     train_step(chunk, tiny_feeds(1), observers=(replays,))
     assert replays.count[0] == 1
     assert [name for name, p in chunk.named_parameters() if p.grad is not None and "layers.0" in name] == []
+
+
+def test_a_chunk_without_parameters_is_where_its_rank_is() -> None:
+    """An empty pipeline stage draws from its rank's generators and takes its precision."""
+    chunk = ModelChunk(Trivial(1), world=replace(SOLO, device=torch.device("meta")))
+    assert not list(chunk.parameters())
+    assert chunk.device == torch.device("meta")
