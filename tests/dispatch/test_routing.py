@@ -85,3 +85,10 @@ def test_a_capacity_that_drops_nothing_changes_no_number(capacity: int) -> None:
     tight, free = make_routing(IDS, 3, capacity=capacity), make_routing(IDS, 3)
     tokens = torch.randn(3, 4)
     assert torch.equal(unpermute(permute(tokens, tight), tight), unpermute(permute(tokens, free), free))
+
+
+def test_more_experts_than_sixteen_bits_count() -> None:
+    """Sort keys are 16 bits wide only where expert numbers fit."""
+    ids = torch.tensor([[39_999, 5], [32_768, 0], [7, 39_998]])
+    routing = make_routing(ids, 40_000)
+    assert ids.flatten()[routing.source].tolist() == sorted(ids.flatten().tolist())
