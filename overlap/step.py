@@ -88,7 +88,7 @@ def train_step(
         _return_gradients(chunk.program, owner, feeds)
         if leftovers := owner.leftovers():
             raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
-    _apply_or_undo(chunk, states, before)
+    apply_or_undo([(chunk, states)], before)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
@@ -247,13 +247,21 @@ def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
             moving.advance()
 
 
-def _apply_or_undo(chunk: ModelChunk, states: Sequence[MicrobatchState], before: Sequence[Taken]) -> None:
-    """Apply the step's effects; if one raises, buffers and in-place state are as before the step (R16)."""
-    changes = any(owner.effects for owner in states) or chunk.program.step_states
-    buffers = tuple(chunk.module.buffers()) if changes else ()
+def apply_or_undo(parts: Sequence[tuple[ModelChunk, Sequence[MicrobatchState]]], before: Sequence[Taken]) -> None:
+    """Apply the step's effects; if one raises, buffers and in-place state are as before the step (R16).
+
+    Args:
+        parts: The chunks that took part, each with its microbatches.
+        before: In-place state as it was before the step.
+    """
+    buffers: list[Tensor] = []
+    for chunk, states in parts:
+        if any(owner.effects for owner in states) or chunk.program.step_states:
+            buffers += chunk.module.buffers()
     taken = (buffers, state.take(buffers))
     try:
-        apply_effects(chunk.program, states)
+        for chunk, states in parts:
+            apply_effects(chunk.program, states)
     except BaseException:
         for live, snapshot in (taken, *before):
             state.put(live, snapshot)

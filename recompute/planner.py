@@ -5,7 +5,6 @@ Owns the choice. What a setting needs and how long its step takes comes from who
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,21 +54,6 @@ def parse_bytes(text: str, field: str = "budget") -> int:
     if nbytes < 1:
         raise ConfigError(field=field, value=text, rule="must be at least one byte")
     return nbytes
-
-
-def peak_formula(layers: int, in_flight: int, inputs: float, activations: float, group: int) -> float:
-    """Peak bytes of textbook recompute: (ceil(L/k) + N - 1) * I + k * A.
-
-    It falls with the group size k while segment inputs dominate, then rises with the live segment.
-
-    Args:
-        layers: L, of a chunk.
-        in_flight: N, microbatches between their forward and their backward.
-        inputs: I, bytes of one segment's inputs.
-        activations: A, bytes of one layer's graph.
-        group: k, layers of a segment.
-    """
-    return (math.ceil(layers / group) + in_flight - 1) * inputs + group * activations
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,14 +7,23 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
-from overlap.engine import Engine, Feeds, Observer
+from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.agree import agree, compare_collectives, gather
 from overlap.pipelining.compat import forget_receives
 from overlap.pipelining.executor import RunningStep
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.schedules import OrderedSchedule
-from overlap.step import Losses, apply_effects, check_accumulate, check_precision, engine_on, replayed_feeds, rollback
+from overlap.step import (
+    Losses,
+    Taken,
+    apply_or_undo,
+    check_accumulate,
+    check_precision,
+    engine_on,
+    replayed_feeds,
+    rollback,
+)
 from recompute.errors import ConfigError
 
 
@@ -66,12 +75,15 @@ def train_pipeline(
         stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
     joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
-    with joined, _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last):
+    with joined, _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last) as before:
         schedule.step(return_outputs=False)
     pipeline.accumulating = not last
-    results = _results(pipeline, effects=True)
+    states = [stage.close_step() for stage in pipeline.stages]
+    apply_or_undo(list(zip(pipeline.chunks, states, strict=True)), before)
+    for chunk in pipeline.chunks:
+        chunk.steps_done += 1
     compare_collectives(pipeline.lead.world)
-    return results
+    return _merged(states)
 
 
 def evaluate_pipeline(
@@ -95,7 +107,7 @@ def evaluate_pipeline(
         stage.open_step(microbatches, 1.0, [frozenset()] * len(microbatches))
     with _running(pipeline, schedule, observers, engine_type, keep=False, reduce=False), torch.no_grad():
         schedule.eval(return_outputs=False)
-    return _results(pipeline, effects=False)
+    return _merged([stage.close_step() for stage in pipeline.stages])
 
 
 @contextmanager
@@ -107,8 +119,8 @@ def _running(
     *,
     keep: bool,
     reduce: bool,
-) -> Iterator[None]:
-    """An engine for the step, and nothing left of it if it fails.
+) -> Iterator[Sequence[Taken]]:
+    """An engine for the step, and nothing left of it if it fails; gives in-place state as it was before.
 
     Args:
         pipeline: This rank's share.
@@ -122,12 +134,15 @@ def _running(
     with ExitStack() as stack:
         lanes = ActingLanes(pipeline.lead.lanes, Actions())
         engine = stack.enter_context(engine_on(lanes, pipeline.chunks, observers, engine_type))
-        for chunk in pipeline.chunks:
-            stack.enter_context(rollback(chunk.program, always=not keep))
+        before = [
+            taken
+            for chunk in pipeline.chunks
+            for taken in stack.enter_context(rollback(chunk.program, always=not keep))
+        ]
         try:
             planned = pipeline.planner.step(schedule.own_actions, training=keep, reduce=reduce)
             pipeline.executor.open_step(RunningStep(engine=engine, lanes=lanes, planned=planned))
-            yield
+            yield before
             for channel in pipeline.channels:
                 channel.finish()
             done = True
@@ -141,18 +156,12 @@ def _running(
                     stage.clear()
 
 
-def _results(pipeline: Pipeline, *, effects: bool) -> list[Losses]:
-    """What the stages computed, microbatch by microbatch; their effects happen now (R5)."""
-    merged: list[Losses] = []
-    for stage in pipeline.stages:
-        states = stage.close_step()
-        if effects:
-            apply_effects(stage.chunk.program, states)
-            stage.chunk.steps_done += 1
-        merged = merged or [{} for _ in states]
-        for losses, owner in zip(merged, states, strict=True):
-            losses.update(owner.outputs)
-    return merged
+def _merged(states: Sequence[Sequence[MicrobatchState]]) -> list[Losses]:
+    """What the stages computed, microbatch by microbatch."""
+    return [
+        {name: value for owner in owners for name, value in owner.outputs.items()}
+        for owners in zip(*states, strict=True)
+    ]
 
 
 def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:

@@ -14,6 +14,7 @@ from overlap.engine import Engine, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Op
 from overlap.lower import Issue
+from overlap.model.router import Router
 from overlap.pipelining import ScheduleKind, evaluate_pipeline, train_pipeline
 from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
@@ -286,3 +287,22 @@ def test_stages_are_checked_once_before_the_first_step() -> None:
         train_pipeline(pipeline, batch(config, 3))
     assert [chunk.checked for chunk in pipeline.chunks] == [True, False]
     assert all(not stage.states for stage in pipeline.stages)
+
+
+def test_an_effect_that_raises_undoes_those_of_all_stages() -> None:
+    """R16: buffers are as before the step, nothing of it stays, and the next step works."""
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, small(), uniform())
+    feeds = batch(small(), 4)
+    train_pipeline(pipeline, feeds)
+    before = {id(b): b.clone() for chunk in pipeline.chunks for b in chunk.buffers()}
+    last = next(m for m in reversed([m for c in pipeline.chunks for m in c.modules()]) if isinstance(m, Router))
+    counted = last.tokens_per_expert
+    last.tokens_per_expert = torch.zeros(1, dtype=torch.int64)  # adding [E] counts to it raises
+    with pytest.raises(RuntimeError, match="shape"):
+        train_pipeline(pipeline, feeds)
+    last.tokens_per_expert = counted
+    after = [(before[id(b)], b) for chunk in pipeline.chunks for b in chunk.buffers() if id(b) in before]
+    assert len(after) == len(before)
+    assert all(torch.equal(old, new) for old, new in after)
+    assert [chunk.steps_done for chunk in pipeline.chunks] == [1] * len(pipeline.chunks)
+    train_pipeline(pipeline, feeds)

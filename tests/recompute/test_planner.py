@@ -7,7 +7,7 @@ import pytest
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.modules import RecomputeModule
-from recompute.planner import SELECTIONS, Candidate, Choice, Decision, choices, parse_bytes, peak_formula
+from recompute.planner import SELECTIONS, Candidate, Choice, Decision, choices, parse_bytes
 
 MODULES = tuple(RecomputeModule)
 
@@ -50,12 +50,6 @@ def test_modules_that_no_chunk_has_are_not_tried() -> None:
 def test_long_chunks_are_tried_in_doublings(layers, counts) -> None:
     rules = [choice.recompute for choice in choices(layers, mtp=False, modules=())]
     assert {rule.num_layers for rule in rules if rule.enabled} == counts
-
-
-def test_formula_has_its_minimum_inside() -> None:
-    """Row 69: bigger groups save segment inputs, then cost live layers."""
-    peaks = {group: peak_formula(8, 2, inputs=4.0, activations=6.0, group=group) for group in (1, 2, 4, 8)}
-    assert peaks == {1: 42.0, 2: 32.0, 4: 36.0, 8: 56.0}
 
 
 def candidate(rule: RecomputeConfig, peak: int, milliseconds: float) -> Candidate:
