@@ -11,8 +11,10 @@ from overlap.ir import Op, Program, Schedule
 from overlap.lower import Plan
 from overlap.orders import Order, get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest, segments_of
+from overlap.recording import RecordingLanes
 from overlap.side import Side
 from recompute import RecomputeConfig, Replay
+from tests.overlap.programs import drive, fake_owner
 
 HIDDEN = Replay.HIDDEN
 ORDERS = ("multi_queue", "single_queue")
@@ -87,3 +89,12 @@ def step_plans(planner: Planner, configs: Sequence[RecomputeConfig]) -> list[tup
         request = PlanRequest(configs[ahead] if front else None, configs[ahead - 1] if back else None, trained)
         plans.append((planner.plan(request), {**front, **back}))
     return plans
+
+
+def race_free(planner: Planner, configs: Sequence[RecomputeConfig]) -> None:
+    """Drive a step's plans through lanes that raise at a race, and see that nothing stays alive."""
+    lanes = RecordingLanes()
+    owners = [fake_owner(number, planner.program) for number in range(len(configs))]
+    for plan, numbers in step_plans(planner, configs):
+        drive(lanes, plan, {side: owners[number] for side, number in numbers.items()})
+    assert lanes.alive() == []

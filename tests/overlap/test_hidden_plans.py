@@ -31,6 +31,7 @@ from tests.overlap.hiding import (
     block,
     live_segments,
     orders,
+    race_free,
     side_of,
     step_plans,
     uniform,
@@ -56,11 +57,7 @@ def test_any_order_rule_and_pairing_is_legal_and_races_nowhere(
 ) -> None:
     program = with_mtp(dummy_program(kinds, **shape), min(mtp, len(kinds)))
     planner = Planner(program, order, delayed=delayed)
-    lanes = RecordingLanes()
-    owners = [fake_owner(number, program) for number in range(len(configs))]
-    for plan, numbers in step_plans(planner, configs):
-        drive(lanes, plan, {side: owners[number] for side, number in numbers.items()})
-    assert lanes.alive() == []
+    race_free(planner, configs)
     for config in configs:
         side = planner.side(config, program.trained())
         slots = make_schedule(order, None, side, delayed=delayed)

@@ -24,7 +24,7 @@ from overlap.step import train_step
 from overlap.validate import validate
 from overlap.verify import step_facts, verify
 from recompute import ConfigError, Keep, RecomputeConfig
-from tests.overlap.hiding import HIDDEN, SHAPES, orders, step_plans, with_mtp
+from tests.overlap.hiding import HIDDEN, SHAPES, orders, race_free, step_plans, with_mtp
 from tests.overlap.programs import differences, drive, dummy_program, fake_owner, result_of, tiny_chunk, tiny_feeds
 from tests.overlap.test_selective import chunk, feeds
 
@@ -132,11 +132,7 @@ def test_nothing_races(
 ) -> None:
     program = with_mtp(dummy_program(kinds, **shape), min(mtp, len(kinds)))
     planner = Planner(program, order, delayed=delayed)
-    lanes = RecordingLanes()
-    owners = [fake_owner(number, program) for number in range(len(configs))]
-    for plan, numbers in step_plans(planner, configs):
-        drive(lanes, plan, {side: owners[number] for side, number in numbers.items()})
-    assert lanes.alive() == []
+    race_free(planner, configs)
 
 
 @pytest.mark.parametrize("op", [Op.STORE, Op.LOAD, Op.REPLAY])
