@@ -6,47 +6,68 @@ from collections.abc import Iterable, Mapping
 
 from overlap.ir import StageKey
 from overlap.lower import Key, Piece
-from overlap.memory.bins import Claims
+from overlap.memory.bins import Bin
 from overlap.memory.facts import Kind
 from overlap.memory.gap import Gap
+from overlap.memory.ledger import Holds, Ids, Ledger, Table
 from overlap.memory.refs import Ref
 
-Ids = tuple[int, ...]
-"""Storage ids, one per tensor of a value; OUTSIDE where the storage is not counted."""
+Graph = tuple[Kind, Mapping[Ref, int]]
+"""The forward that made it, and what it holds."""
+Pending = tuple[Kind, Mapping[Ref, int], Ids]
+"""The same of a weight gradient that waits, and the tensors that it waits with."""
 
 
 class Held:
     """What one microbatch holds: the engine's MicrobatchState with storage ids in place of tensors.
 
     Args:
+        ledger: Told of everything that is held.
+        gap: Which values are there for a named purpose.
         feeds: The storages of the values that it starts with.
     """
 
-    def __init__(self, feeds: Mapping[str, Ids]) -> None:
-        self.begun = False
-        """Whether a slot has run; what it starts with belongs to no kind before."""
-        self.values: dict[Key, Ids] = {(name, 0): ids for name, ids in feeds.items()}
-        self.grads: dict[Piece, Ids] = {}
-        self.graphs: dict[StageKey, tuple[Kind, Mapping[Ref, int]]] = {}
-        self.pending: dict[StageKey, tuple[Kind, Mapping[Ref, int], Ids]] = {}
-        self.snapshots: dict[StageKey, Ids] = {}
-        self.outputs: list[Ids] = []
-        """Losses, outputs and the values of effects."""
+    def __init__(self, ledger: Ledger, gap: Gap, feeds: Mapping[str, Ids]) -> None:
+        self._ledger = ledger
+        self._kinds = {
+            **dict.fromkeys(gap.pinned, Bin.PINNED_ROUTING),
+            **dict.fromkeys(gap.segment_inputs, Bin.SEGMENT_INPUTS),
+            **dict.fromkeys(gap.host, Bin.HOST_INPUTS),
+        }
+        self._begun = False
+        self.values: Table[Key, Ids] = Table(ledger, self._of_value)
+        self.grads: Table[Piece, Ids] = Table(ledger, _of_ids)
+        self.graphs: Table[StageKey, Graph] = Table(ledger, _of_graph)
+        self.pending: Table[StageKey, Pending] = Table(ledger, _of_pending)
+        self.snapshots: Table[StageKey, Ids] = Table(ledger, _of_ids)
+        self.values.update({(name, 0): ids for name, ids in feeds.items()})
 
-    def ids(self) -> Iterable[Iterable[int]]:
-        """The ids in every table."""
-        yield from self.values.values()
-        yield from self.grads.values()
-        yield from (names.values() for _, names in self.graphs.values())
-        yield from (names.values() for _, names, _ in self.pending.values())
-        yield from self.snapshots.values()
-        yield from self.outputs
+    def begin(self) -> None:
+        """A slot runs; what it started with belongs to no kind before the first."""
+        if not self._begun:
+            self._begun = True
+            for key, ids in self.values.items():
+                if key in self._kinds:
+                    for storage in ids:
+                        self._ledger.claim(storage, self._kinds[key], 1)
 
-    def claims(self, gap: Gap) -> Claims:
-        """The ids that belong to a kind of memory by name."""
-        return Claims(
-            segment_inputs=[key for value in gap.segment_inputs for key in self.values.get(value, ())],
-            pinned=[key for value in gap.pinned for key in self.values.get(value, ())],
-            host=[key for value in gap.host for key in self.values.get(value, ())],
-            pending=[key for _, _, visible in self.pending.values() for key in visible],
-        )
+    def keep(self, ids: Ids) -> None:
+        """Losses, outputs and the values of effects stay until the step ends."""
+        self._ledger.hold(_of_ids(None, ids))
+
+    def _of_value(self, key: Key, ids: Ids) -> Holds:
+        kind = self._kinds.get(key) if self._begun else None
+        return [(storage, kind) for storage in ids]
+
+
+def _of_ids(_: object, ids: Iterable[int]) -> Holds:
+    return [(storage, None) for storage in ids]
+
+
+def _of_graph(_: StageKey, graph: Graph) -> Holds:
+    return [(storage, None) for storage in graph[1].values()]
+
+
+def _of_pending(_: StageKey, pending: Pending) -> Holds:
+    _, names, visible = pending
+    return [*((storage, None) for storage in names.values()), *((storage, Bin.PENDING_WGRAD) for storage in visible)]

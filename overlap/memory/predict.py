@@ -13,12 +13,13 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
-from overlap.memory.bins import Border, Claims, Highest, Storage, Usage, sum_bins
+from overlap.memory.bins import Border, Highest, Storage, Usage
 from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
-from overlap.memory.held import Held, Ids
+from overlap.memory.held import Held
 from overlap.memory.layout import Layout
+from overlap.memory.ledger import Ids, Ledger
 from overlap.memory.refs import OUTSIDE_REF, Ref, Source
 from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
@@ -62,16 +63,14 @@ class Walk:
     ) -> None:
         self._ranks = ranks
         self._host = host
-        self._away: set[int] = set()
-        """Storages in host memory that does not count."""
         self._footprints = footprints
-        self._gaps = gaps
         self._facts = [footprint.facts[delayed] for footprint in footprints]
         self._ids = count()
-        self._storages: dict[int, Storage] = {}
-        self._held = [Held(self._feeds(*pair)) for pair in zip(footprints, gaps, strict=True)]
+        self._ledger = Ledger()
+        self._held = [Held(self._ledger, gap, self._feeds(of, gap)) for of, gap in zip(footprints, gaps, strict=True)]
         # The step's own copies of in-place state, for the case that it fails; the same for all microbatches.
-        self._step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL, "")
+        step = self._new((size for sizes in footprints[0].snapshots.values() for size in sizes), Op.CALL, "")
+        self._ledger.hold((key, None) for key in step)
         self._curve: list[Border] = []
         self._tops: list[Highest] = []
 
@@ -83,8 +82,8 @@ class Walk:
     @property
     def live(self) -> int:
         """Bytes that are held between slots."""
-        self._forget()
-        return sum(storage.nbytes for key, storage in self._storages.items() if key not in self._away)
+        self._ledger.forget()
+        return self._ledger.total
 
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
@@ -98,7 +97,7 @@ class Walk:
 
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
-        held.begun = True
+        held.begin()
         start = self.live
         if issue.slot.op in _FORWARDS:
             slot = self._forward(issue, number)
@@ -133,8 +132,8 @@ class Walk:
         written = [_ids(refs, env) for refs in facts.writes]
         held.values.update((key, ids) for key, ids in zip(issue.writes, written, strict=True) if key is not None)
         if issue.slot.op is not Op.REPLAY:
-            held.outputs += [written[place] for place, _ in issue.collects]
-            held.outputs += [written[stage.writes.index(effect.value)] for effect in stage.effects]
+            for place in (*(place for place, _ in issue.collects), *(stage.writes.index(e.value) for e in stage.effects)):
+                held.keep(written[place])
         return WalkedSlot(facts, env, copied)
 
     def _backward(self, issue: Issue, number: int) -> WalkedSlot:
@@ -166,9 +165,7 @@ class Walk:
         for key in issue.writes:
             if key is not None:
                 sizes = [_rounded(nbytes, footprint.granule) for nbytes in _moved(spans[key[0]], issue, self._ranks)]
-                held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name)
-                if leaves:
-                    self._away.update(held.values[key])
+                held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name, counts=not leaves)
                 born += sizes
         trace = NOTHING if leaves else make_trace((size, None) for size in born)
         work = replace(NO_WORK, traffic=float(sum(born)))
@@ -194,30 +191,18 @@ class Walk:
             for name, sizes in footprint.feeds.items()
         }
 
-    def _new(self, sizes: Iterable[int], born: Op, stage: str) -> Ids:
+    def _new(self, sizes: Iterable[int], born: Op, stage: str, *, counts: bool = True) -> Ids:
         storages = {next(self._ids): Storage(size, born, stage) for size in sizes}
-        self._storages |= storages
+        for key, storage in storages.items():
+            self._ledger.add(key, storage, counts=counts)
         return tuple(storages)
-
-    def _forget(self) -> None:
-        """Drop what no table holds."""
-        alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
-        self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
 
     def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
         """Note the border and the slot's highest point, and forget what no table holds."""
-        before = self._storages
-        self._forget()
-        frees = {
-            refs[-1]: before[key].nbytes
-            for key, refs in _deaths(slot).items()
-            if key in before and key not in self._storages
-        }
+        gone = self._ledger.forget()
+        frees = {refs[-1]: gone[key].nbytes for key, refs in _deaths(slot).items() if key in gone}
         self._tops.append(Highest(slot=name, bytes=highest(slot.facts.trace, start + slot.copied, frees)))
-        self._curve.append(Border(slot=name, bytes=sum_bins(self._storages, self._claims())))
-
-    def _claims(self) -> list[Claims]:
-        return [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
+        self._curve.append(Border(slot=name, bytes=self._ledger.bins()))
 
 
 def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:

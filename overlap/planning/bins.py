@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
 
-from overlap.memory.bins import Bin, Claims, Storage, kinds_of
+from overlap.memory.bins import Bin
+from overlap.memory.ledger import Part
 
 
 class RankBin(StrEnum):
@@ -55,16 +56,13 @@ _BY_STAGE = {
 }
 
 
-def sum_rank_bins(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[RankBin, int]:
-    """Bytes of each kind on the device; arguments as `sum_bins` takes them."""
-    kinds = kinds_of(live, claims)
+def rank_bins(parts: Mapping[Part, int]) -> dict[RankBin, int]:
+    """Bytes of each kind on the device, from those by kind and stage of birth."""
     totals = dict.fromkeys(RankBin, 0)
-    for key, storage in live.items():
-        kind = kinds[key]
-        if kind is Bin.HOST_INPUTS:
-            continue
-        rest = _BY_STAGE.get(storage.stage, RankBin.ACTIVATIONS)
-        totals[_CLAIMED.get(kind, rest)] += storage.nbytes
+    for (kind, stage), nbytes in parts.items():
+        if kind is not Bin.HOST_INPUTS:
+            rest = _BY_STAGE.get(stage, RankBin.ACTIVATIONS)
+            totals[_CLAIMED.get(kind, rest)] += nbytes
     return totals
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from overlap.memory.facts import Footprint
 from overlap.memory.gap import Gap
 from overlap.memory.predict import Walk, WalkedSlot
-from overlap.planning.bins import Bytes, RankBin, sum_rank_bins, total
+from overlap.planning.bins import Bytes, RankBin, rank_bins, total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,12 +32,12 @@ class RankWalk(Walk):
 
     def now(self) -> Bytes:
         """What is held between slots."""
-        self._forget()
-        return sum_rank_bins(self._storages, self._claims())
+        self._ledger.forget()
+        return rank_bins(self._ledger.parts)
 
     def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
         super()._end(name, slot, start)
-        held = sum_rank_bins(self._storages, self._claims())
+        held = rank_bins(self._ledger.parts)
         inside = {**held, RankBin.TEMPORARIES: self.tops[-1].bytes - total(held)}
         work = slot.facts.work
         self.points.append(Point(slot=name, bytes=inside, milliseconds=work.milliseconds, traffic=work.traffic))
