@@ -114,7 +114,8 @@ def _check_complete(schedule: Schedule, sides: Sides, issued: _Issued) -> None:
             ("forward", forwards, frozenset(side.program.by_key)),
             ("backward", backwards, side.trained),
         ):
-            missing = [stage.label for stage in side.program.stages if stage.key in wanted - found]
+            unfound = wanted - found
+            missing = [stage.label for stage in side.program.stages if stage.key in unfound]
             if found and missing:
                 raise ScheduleError(
                     f"microbatch {microbatch}: {name} of {missing[0]} is missing", schedule, len(schedule) - 1

@@ -6,19 +6,19 @@ Owns the choice. What a setting needs and how long its step takes comes from who
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
-from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.config import Granularity, Keep, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from recompute.modules import RecomputeModule
+from recompute.modules import STAGE_OF, RecomputeModule
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", re.ASCII)
 _ALL_UP_TO = 8
-"""Layers up to which every number of layers is tried; beyond, doublings and all of them."""
+"""Layers of a short chunk: every number of layers is tried. Of a long one doublings are, and all of them."""
 
 SELECTIONS = tuple(
     RecomputeConfig.selective(*names)
@@ -68,38 +68,84 @@ class Choice:
         return f"{self.recompute}{', delayed wgrad' if self.delay_wgrad else ''}"
 
 
-def choices(layers: int, *, mtp: bool, modules: Collection[RecomputeModule]) -> tuple[Choice, ...]:
-    """Every (method, num_layers, replay, modules, keep, wgrad) worth trying.
+def choices(
+    layers: int, *, mtp: bool, modules: Collection[RecomputeModule], keeps: Sequence[Keep] = (Keep.DEVICE, Keep.HOST)
+) -> tuple[Choice, ...]:
+    """The (method, num_layers, replay, modules, keep, wgrad) to try first.
+
+    Of short chunks these are all there are. Of long ones they are those of one kind, whole layers or modules, with
+    inputs on the device: `refinements` says what to try next.
 
     Args:
         layers: Decoder layers of the longest chunk.
         mtp: Whether a chunk has depths of multi-token prediction.
         modules: Those that a chunk has.
+        keeps: Where segment inputs may wait.
     """
-    configs = (*_configs(layers, mtp), *(config for config in SELECTIONS if set(config.modules) <= {*modules}))
+    selections = [config for config in SELECTIONS if set(config.modules) <= {*modules}]
+    layered = [*_layered(layers, mtp)]
+    if layers > _ALL_UP_TO:
+        return _with_wgrad([RecomputeConfig.none(), *layered, *selections])
+    mixed = [_mixed(block, selection) for block in layered if block.method is Method.BLOCK for selection in selections]
+    return _with_wgrad(
+        [RecomputeConfig.none(), *(config for base in (*layered, *selections, *mixed) for config in _kept(base, keeps))]
+    )
+
+
+def refinements(
+    frontier: Iterable[Choice], layers: int, keeps: Sequence[Keep] = (Keep.DEVICE, Keep.HOST)
+) -> tuple[Choice, ...]:
+    """What to try next of long chunks: `block` with modules on the other layers, and inputs elsewhere.
+
+    Only combinations of choices that no other beats are tried: of one that needs more and takes longer than another,
+    more recompute makes nothing better, as a rule.
+
+    Args:
+        frontier: The best of `choices`.
+        layers: As `choices` takes them.
+        keeps: The same.
+    """
+    if layers <= _ALL_UP_TO:
+        return ()
+    best = [*dict.fromkeys(choice.recompute for choice in frontier)]
+    selections = [config for config in best if config.granularity is Granularity.SELECTIVE]
+    mixed = [_mixed(block, selection) for block in best if block.method is Method.BLOCK for selection in selections]
+    elsewhere = [config for base in best for config in _kept(base, keeps) if config != base]
+    return _with_wgrad([*mixed, *elsewhere])
+
+
+def _with_wgrad(configs: Iterable[RecomputeConfig]) -> tuple[Choice, ...]:
     return tuple(Choice(config, delayed) for config in configs for delayed in (False, True))
 
 
-def _configs(layers: int, mtp: bool) -> Iterator[RecomputeConfig]:
-    """Every config of whole layers."""
-    yield RecomputeConfig.none()
+def _layered(layers: int, mtp: bool) -> Iterator[RecomputeConfig]:
+    """Every config of whole layers, inputs on the device."""
     for replay in Replay:
         for count in _counts(layers):
             yield RecomputeConfig.uniform(count, replay=replay)
-            yield RecomputeConfig.uniform(count, replay=replay, keep=Keep.HOST)
         for count in _counts(layers):
             yield RecomputeConfig.block(count, replay=replay)
-            # The block of all layers and MTP depths is `uniform 1`.
-            if mtp and count < layers:
+            # The block of all layers and MTP depths is `uniform 1`. In a long chunk one depth more matters little.
+            if mtp and count < layers <= _ALL_UP_TO:
                 yield RecomputeConfig.block(count, recompute_mtp=True, replay=replay)
+
+
+def _mixed(block: RecomputeConfig, selection: RecomputeConfig) -> RecomputeConfig:
+    """The first layers whole, modules in the others."""
+    return replace(block, granularity=Granularity.SELECTIVE, modules=selection.modules)
+
+
+def _kept(config: RecomputeConfig, keeps: Iterable[Keep]) -> Iterator[RecomputeConfig]:
+    """The config with its inputs in each of these places, if it has inputs."""
+    kept = config.method is not None or set(config.modules) & STAGE_OF.keys()
+    return (replace(config, keep=keep) for keep in (keeps if kept else (Keep.DEVICE,)))
 
 
 def _counts(layers: int) -> list[int]:
     """Numbers of layers to try."""
-    doublings = [_ALL_UP_TO * 2**power for power in range(1, 1 + max(layers // _ALL_UP_TO, 1).bit_length())]
-    return [*range(1, min(layers, _ALL_UP_TO) + 1), *(count for count in doublings if count < layers)] + (
-        [layers] if layers > _ALL_UP_TO else []
-    )
+    if layers <= _ALL_UP_TO:
+        return list(range(1, layers + 1))
+    return [*(2**power for power in range(layers.bit_length()) if 2**power < layers), layers]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,7 +37,7 @@ PURE = (
     *(f"overlap.{name}" for name in ("pipelining.layout", "pipelining.plans", "transfers")),
     "overlap.signature",
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
-    *(f"overlap.memory.{name}" for name in ("bins", "facts", "refs", "trace")),
+    *(f"overlap.memory.{name}" for name in ("bins", "facts", "ledger", "refs", "trace")),
     "overlap.planning.bins",
 )
 OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")

@@ -14,7 +14,8 @@ from overlap.planning.job import V_SHAPED, Job, Optimizer, PipelineSchedule, Rou
 from overlap.planning.presets import PRESET_SEQ, PRESETS, load_preset
 from recompute.errors import ConfigError
 
-_JOB = ("preset", "pp", "ep", "dp", "virtual", "schedule", "routing", "skew", "optimizer", "keep_sends", "device_model")
+_JOB = ("preset", "pp", "ep", "dp", "virtual", "schedule", "routing", "skew", "optimizer", "shards", "keep_sends",
+        "device_model")  # fmt: skip
 SHARED = ("pp", "schedule")
 """Options that a pipeline which is planned slot by slot has too, under the same names."""
 _PIPELINE_ONLY = ("vpp", "pp_layout", "pin_activations")
@@ -37,6 +38,7 @@ def add_job_options(parser: argparse.ArgumentParser, shared: Collection[str] = (
         ("routing", str, "NAME", f"rows that a rank receives: {', '.join(RoutingLoad)}"),
         ("skew", float, "X", "received over sent rows, with --routing skewed"),
         ("optimizer", str, "NAME", f"{', '.join(Optimizer)} (default distributed)"),
+        ("shards", int, "N", "ranks that hold the same segment inputs, for --keep sharded (default 1)"),
         ("device-model", str, "NAME", f"rates that times come from: {', '.join(DEVICES)}"),
     ):
         if name in shared:
@@ -109,6 +111,7 @@ def read_job(args: argparse.Namespace, options: Options) -> Job:
         microbatches=chosen or _PER_RANK * pp,
         seq=seq,
         batch=options.batch,
+        shards=_positive("shards", args.job_shards),
         keep_sends=bool(args.job_keep_sends),
         **given,
     )

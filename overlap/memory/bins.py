@@ -19,13 +19,17 @@ class Bin(StrEnum):
     PENDING_WGRAD = "pending_wgrad"
     """Held by a weight gradient that waits for its W slot (R13)."""
     LIVE_SEGMENT = "live_segment"
-    """Born in a replay: values and graphs of the segment whose backward is next."""
+    """Born in a replay, or brought back for one: values and graphs of the segment whose backward is next."""
     HOST_INPUTS = "host_inputs"
     """Holds a segment input in host memory until its replay (keep="host"). No part of totals: they are the device's."""
     RNG_STATES = "rng_states"
     """Generator states kept for a replay; always 0, since draws come from derived seeds (R4)."""
     REST = "rest"
     """Graphs of layers that are not recomputed, temporaries of the first pass, gradients, losses, snapshots."""
+
+
+FOR_REPLAY = (Op.REPLAY, Op.LOAD)
+"""Operations whose storages a live segment holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +124,7 @@ def kinds_of(live: Mapping[int, Storage], claims: Iterable[Claims]) -> dict[int,
     held = list(claims)
     groups: Sequence[tuple[Bin, Iterable[Collection[int]]]] = (
         (Bin.REST, (live,)),
-        (Bin.LIVE_SEGMENT, ({key for key, storage in live.items() if storage.born is Op.REPLAY},)),
+        (Bin.LIVE_SEGMENT, ({key for key, storage in live.items() if storage.born in FOR_REPLAY},)),
         (Bin.PENDING_WGRAD, (claim.pending for claim in held)),
         (Bin.PINNED_ROUTING, (claim.pinned for claim in held)),
         (Bin.SEGMENT_INPUTS, (claim.segment_inputs for claim in held)),

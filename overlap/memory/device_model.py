@@ -27,6 +27,8 @@ class DeviceModel:
     """All-to-all of a rank across hosts, each way, peak."""
     host_gbytes: float = 64.0
     """Between device and host memory, each way, peak: sixteen lanes of PCIe 5."""
+    link_gbytes: float = 450.0
+    """Between devices of one host, each way, peak: NVLink of the fourth generation."""
     matmul_share: float = 0.6
     """Of the peak, reached by matrix products."""
     memory_share: float = 0.75
@@ -35,6 +37,8 @@ class DeviceModel:
     """Of the peak, reached by an all-to-all."""
     host_share: float = 0.8
     """Of the peak, reached by a copy to or from pinned host memory."""
+    link_share: float = 0.8
+    """Of the peak, reached by a gather within a host."""
     kernel_microseconds: float = 3.0
     """Least time of a kernel."""
     workspace: int = 81 * 2**20
@@ -59,6 +63,10 @@ class DeviceModel:
     def copy_milliseconds(self, nbytes: float) -> float:
         """Of a copy to or from host memory."""
         return nbytes / (self.host_gbytes * self.host_share * _GIGA) * 1e3
+
+    def gather_milliseconds(self, nbytes: float) -> float:
+        """Of a gather within a host that brings `nbytes` from the others."""
+        return nbytes / (self.link_gbytes * self.link_share * _GIGA) * 1e3
 
     def as_json(self) -> dict[str, float | str]:
         """All fields."""

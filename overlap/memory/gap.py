@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from overlap.chunk import ModelChunk
 from overlap.ir import StageKey
-from overlap.keeping import LOADED, STORED
+from overlap.keeping import STORED
 from overlap.lower import Issue, Key
 from overlap.plan import Planner
 from recompute.config import Keep, RecomputeConfig
@@ -42,8 +42,8 @@ def gap_of(planner: Planner, config: RecomputeConfig, trained: frozenset[StageKe
     pinned = frozenset(key for key in keys if key[0] in producers and key[0] in producers[key[0]].pins)
     copied = frozenset(name for name, _ in keys) & plain
     host = frozenset(key for key in keys if key[1] == STORED and config.keep is Keep.HOST)
-    # Before it leaves and when it is back a stored input is on the device.
-    near = {(name, copy) for name, kept in keys if kept == STORED for copy in (0, LOADED)}
+    # Until it has left a stored input is on the device.
+    near = {(name, 0) for name, kept in keys if kept == STORED}
     return Gap(segment_inputs=(keys - pinned - host) | near, pinned=pinned, host=host, copied=copied)
 
 

@@ -69,5 +69,5 @@ def _of_graph(_: StageKey, graph: Graph) -> Holds:
 
 
 def _of_pending(_: StageKey, pending: Pending) -> Holds:
-    _, names, visible = pending
+    _kind, names, visible = pending
     return [*((storage, None) for storage in names.values()), *((storage, Bin.PENDING_WGRAD) for storage in visible)]

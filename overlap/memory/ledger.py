@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from typing import TypeVar
 
-from overlap.ir import Op
-from overlap.memory.bins import Bin, Storage
+from overlap.memory.bins import FOR_REPLAY, Bin, Storage
 
 Ids = tuple[int, ...]
 """Storage ids, one per tensor of a value; those that the ledger does not know are not counted."""
@@ -110,7 +109,7 @@ class Ledger:
             for kind in _CLAIMS:
                 if claims.get(kind):
                     return kind
-        return Bin.LIVE_SEGMENT if storage.born is Op.REPLAY else Bin.REST
+        return Bin.LIVE_SEGMENT if storage.born in FOR_REPLAY else Bin.REST
 
 
 class Table(MutableMapping[K, V]):

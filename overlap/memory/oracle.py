@@ -16,12 +16,9 @@ from overlap.engine import Feeds
 from overlap.memory.bins import Highest
 from overlap.memory.facts import Footprint
 from overlap.memory.fake import fake_chunk, zero_gradients
-from overlap.memory.footprint import configs_of
 from overlap.memory.gap import gaps_of
 from overlap.memory.predict import Walk, footprints_of
 from overlap.step import check_feeds, step_plans, train_step
-from recompute.config import Keep
-from recompute.errors import ConfigError
 
 
 def predict_peak(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds]) -> Highest:
@@ -34,7 +31,7 @@ def predict_peak(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds])
         microbatches: Of the step; only shapes and types are used.
 
     Raises:
-        ConfigError: The microbatches do not feed the program, or segment inputs are sharded.
+        ConfigError: The microbatches do not feed the program.
         ProgramError: A stage keeps memory that no table of the engine holds.
     """
     with fake_chunk(build) as chunk:
@@ -48,14 +45,10 @@ def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Highest:
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
         footprints: Of each microbatch, in order; taken with the chunk's setting of `delay_wgrad`.
-
-    Raises:
-        ConfigError: Segment inputs are sharded.
     """
-    if any(config.keep is Keep.SHARDED for config in configs_of(chunk)):
-        rule = "what a gather of the parts takes within itself is not predicted"
-        raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
-    walk = Walk(footprints, gaps_of(chunk, len(footprints)), delayed=chunk.delay_wgrad)
+    gaps = gaps_of(chunk, len(footprints))
+    ranks = 1 if chunk.shards is None else chunk.shards.ranks
+    walk = Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks)
     walk.run(step_plans(chunk, len(footprints)))
     return max((*walk.tops, _end_of_step(chunk, walk)), key=lambda top: top.bytes)
 

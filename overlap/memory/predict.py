@@ -49,7 +49,8 @@ class Walk:
         gaps: Of each microbatch, as `gaps_of` gives them.
         delayed: The chunk's `delay_wgrad`.
         ranks: Over which sharded segment inputs are cut.
-        host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
+        host: Whether the step runs on the CPU: host memory is then the same memory and counts in `tops`, and a gather
+            (gloo's) takes the length of its result a second time within itself.
     """
 
     def __init__(
@@ -132,7 +133,10 @@ class Walk:
         written = [_ids(refs, env) for refs in facts.writes]
         held.values.update((key, ids) for key, ids in zip(issue.writes, written, strict=True) if key is not None)
         if issue.slot.op is not Op.REPLAY:
-            for place in (*(place for place, _ in issue.collects), *(stage.writes.index(e.value) for e in stage.effects)):
+            for place in (
+                *(place for place, _ in issue.collects),
+                *(stage.writes.index(e.value) for e in stage.effects),
+            ):
                 held.keep(written[place])
         return WalkedSlot(facts, env, copied)
 
@@ -161,13 +165,16 @@ class Walk:
         footprint = self._footprints[number]
         leaves = issue.slot.op is Op.STORE and issue.keep is Keep.HOST and not self._host
         born: list[int] = []
+        events: list[tuple[int, None]] = []
+        gathers = issue.slot.op is Op.LOAD and issue.keep is Keep.SHARDED and self._host
         spans = dict(zip(issue.stage.writes, footprint.spans[issue.stage.key], strict=True))
         for key in issue.writes:
             if key is not None:
                 sizes = [_rounded(nbytes, footprint.granule) for nbytes in _moved(spans[key[0]], issue, self._ranks)]
                 held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name, counts=not leaves)
                 born += sizes
-        trace = NOTHING if leaves else make_trace((size, None) for size in born)
+                events += ((change, None) for size in sizes for change in ((size, size, -size) if gathers else (size,)))
+        trace = NOTHING if leaves else make_trace(events)
         work = replace(NO_WORK, traffic=float(sum(born)))
         return WalkedSlot(Facts(born=tuple(born), trace=trace, work=work), {}, 0)
 
@@ -201,7 +208,12 @@ class Walk:
         """Note the border and the slot's highest point, and forget what no table holds."""
         gone = self._ledger.forget()
         frees = {refs[-1]: gone[key].nbytes for key, refs in _deaths(slot).items() if key in gone}
-        self._tops.append(Highest(slot=name, bytes=highest(slot.facts.trace, start + slot.copied, frees)))
+        self._note(name, slot, highest(slot.facts.trace, start + slot.copied, frees))
+
+    def _note(self, name: str, slot: WalkedSlot, top: int) -> None:
+        """Keep what is wanted of a slot: here its border and its highest point, in bytes."""
+        del slot
+        self._tops.append(Highest(slot=name, bytes=top))
         self._curve.append(Border(slot=name, bytes=self._ledger.bins()))
 
 

@@ -23,7 +23,7 @@ class RankBin(StrEnum):
     PENDING_WGRAD = "pending_wgrad"
     """What delayed weight gradients wait with (R13)."""
     LIVE_SEGMENT = "live_segment"
-    """Born in a replay."""
+    """Born in a replay, or brought back for one."""
     TRANSPORT = "transport"
     """Rows received in the first pass or in backward."""
     PIPELINE = "pipeline"

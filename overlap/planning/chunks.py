@@ -55,10 +55,3 @@ def stages_of_rank(job: Job, rank: int) -> tuple[int, ...]:
     if job.schedule in V_SHAPED:
         return (rank, job.stages - 1 - rank)
     return tuple(range(rank, job.stages, job.pp))
-
-
-def rank_of_stage(job: Job, stage: int) -> int:
-    """The pipeline rank that holds a chunk."""
-    if job.schedule in V_SHAPED:
-        return min(stage, job.stages - 1 - stage)
-    return stage % job.pp

@@ -10,47 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from overlap.ir import Lane
-from overlap.lower import Plan, lower
 from overlap.memory.device_model import DeviceModel
-from overlap.memory.gap import gap_of
-from overlap.orders import Order, load_order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, make_schedule
-from overlap.planning.actions import NOBODY, Action, rank_actions
+from overlap.pipeline_model.actions import PipelineSchedule, Step
+from overlap.pipeline_model.run import StepTime, run_pipeline
+from overlap.planning.actions import Move, moves_of, pipeline_of
 from overlap.planning.bins import Bytes, RankBin, add, scaled, total
 from overlap.planning.chunks import ChunkShape, chunk_shapes, stages_of_rank
 from overlap.planning.job import Job
+from overlap.planning.pieces import Form, Piece, Pieces
 from overlap.planning.survey import Survey
-from overlap.planning.timing import makespan, plan_milliseconds
-from overlap.planning.walk import Point, RankWalk
 from overlap.selective import modules_of
-from overlap.side import Side
 from recompute.config import Keep, RecomputeConfig
 from recompute.errors import ConfigError
 from recompute.modules import RecomputeModule
 from recompute.planner import Choice
-
-Shapes = tuple[ChunkShape | None, ChunkShape | None]
-"""The chunks that run forward and backward in an action; None: nobody does."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """A distinct plan."""
-
-    bytes: Bytes
-    """At its highest point, the microbatches of the plan alone."""
-    milliseconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gap:
-    """What one microbatch of a chunk keeps."""
-
-    waiting: Bytes
-    """Between forward and backward."""
-    done: Bytes
-    """After its backward: losses and counters, until the step ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,152 +75,115 @@ class Setting:
         """The modules that at least one chunk has."""
         return frozenset(module for chunk in self.survey.values() for module in modules_of(chunk.program))
 
+    @property
+    def keeps(self) -> tuple[Keep, ...]:
+        """Where segment inputs may wait."""
+        return (Keep.DEVICE, Keep.HOST, *([Keep.SHARDED] if self.job.shards > 1 else []))
+
     @cached_property
-    def actions(self) -> tuple[tuple[Action, ...], ...]:
-        """Of every rank."""
-        return rank_actions(self.job)
+    def schedule(self) -> PipelineSchedule:
+        """What every rank runs."""
+        return pipeline_of(self.job)
+
+    @cached_property
+    def moves(self) -> tuple[tuple[Move, ...], ...]:
+        """Of every rank, which chunks run in each step."""
+        return tuple(moves_of(steps) for steps in self.schedule.ranks)
+
+    @cached_property
+    def pieces(self) -> Pieces:
+        """What single plans take; choices share them."""
+        return Pieces(self.job, self.survey, self.device, self.order)
 
 
 class Evaluation:
     """One choice under a setting.
 
     Raises:
-        ConfigError: Segment inputs are sharded, or no chunk has a module.
+        ConfigError: Segment inputs are sharded over one rank, or no chunk has a module.
         ScheduleError: The order does not fit.
     """
 
     def __init__(self, setting: Setting, choice: Choice) -> None:
-        if choice.recompute.keep is Keep.SHARDED:
-            rule = "a job has no group here whose ranks hold the same segment inputs: take device or host"
+        if choice.recompute.keep is Keep.SHARDED and setting.job.shards == 1:
+            rule = "needs shards above 1: ranks that hold the same segment inputs"
             raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
         _check_modules(setting, choice.recompute)
         self._setting = setting
-        self._choice = choice
-        self._order: Order = load_order(setting.order, choice.recompute.replay)
-        self._planners = {
-            shape: Planner(chunk.program, self._order, delayed=choice.delay_wgrad)
-            for shape, chunk in setting.survey.items()
-        }
-        self._kinds: dict[Shapes, _Kind] = {}
-        self._gaps = {shape: self._gap(shape) for shape in setting.survey}
+        by_shape = {shape: setting.pieces.form(shape, choice) for shape in setting.survey}
+        self.forms: tuple[Form, ...] = tuple(by_shape[shape] for shape in setting.shapes)
+        """Of every chunk; choices with the same forms have the same outcome."""
 
     def outcome(self) -> Outcome:
         """Every rank's peak, and the step's time."""
-        actions = self._setting.actions
-        times = {
-            shapes: self._kind(shapes).milliseconds
-            for rank in actions
-            for shapes in {self._shapes(action) for action in rank}
-        }
-        span = makespan(self._setting.job, actions, lambda action: times[self._shapes(action)], self._setting.device)
-        return Outcome(ranks=[self.rank(number) for number in range(len(actions))], milliseconds=span)
+        setting = self._setting
+        hop = setting.device.transfer_milliseconds(setting.job.sent)
+        run = run_pipeline(setting.schedule, self, hop)
+        return Outcome(ranks=[self.rank(number) for number in range(setting.job.pp)], milliseconds=run.milliseconds)
+
+    def of(self, step: Step) -> StepTime:
+        """The time of a step of the pipeline."""
+        return self._piece(moves_of((step,))[0]).time
 
     def rank(self, number: int) -> RankPeak:
         """One rank's peak."""
         setting = self._setting
         waiting: dict[int, int] = dict.fromkeys(stages_of_rank(setting.job, number), 0)
         done = dict(waiting)
-        best = (-1, NOBODY, NOBODY, waiting, done)
-        for action in setting.actions[number]:
-            if action.backward != NOBODY:
-                waiting[action.backward[0]] -= 1
-            held = sum(self._waiting[s] * n for s, n in waiting.items()) + sum(
-                self._done[s] * n for s, n in done.items()
-            )
-            height = held + total(self._kind(self._shapes(action)).bytes)
+        held = 0
+        best: tuple[int, Move, dict[int, int], dict[int, int]] = (-1, (None, None), waiting, done)
+        for move in setting.moves[number]:
+            forward, backward = move
+            if backward is not None:
+                waiting[backward] -= 1
+                held -= self._waiting[backward]
+            height = held + self._piece(move).height
             if height > best[0]:
-                best = (height, action.forward, action.backward, dict(waiting), dict(done))
-            if action.forward != NOBODY:
-                waiting[action.forward[0]] += 1
-            if action.backward != NOBODY:
-                done[action.backward[0]] += 1
-        _, forward, backward, waiting, done = best
+                best = (height, move, dict(waiting), dict(done))
+            if forward is not None:
+                waiting[forward] += 1
+                held += self._waiting[forward]
+            if backward is not None:
+                done[backward] += 1
+                held += self._done[backward]
+        _, move, waiting, done = best
+        chunks = [setting.pieces.chunk(form) for form in self.forms]
         bins = add(
             *(setting.survey[setting.shapes[stage]].fixed for stage in waiting),
             {RankBin.WORKSPACE: setting.device.workspace},
-            self._kind(self._shapes(Action(forward, backward))).bytes,
-            *(scaled(self._gaps[setting.shapes[stage]].waiting, count) for stage, count in waiting.items()),
-            *(scaled(self._gaps[setting.shapes[stage]].done, count) for stage, count in done.items()),
+            self._piece(move).bytes,
+            *(scaled(chunks[stage].waiting, count) for stage, count in waiting.items()),
+            *(scaled(chunks[stage].done, count) for stage, count in done.items()),
         )
         return RankPeak(rank=number, bins=bins, waiting=sum(waiting.values()))
 
     @cached_property
     def _waiting(self) -> Mapping[int, int]:
-        return {stage: total(self._gaps[shape].waiting) for stage, shape in enumerate(self._setting.shapes)}
+        pieces = self._setting.pieces
+        return {stage: total(pieces.chunk(form).waiting) for stage, form in enumerate(self.forms)}
 
     @cached_property
     def _done(self) -> Mapping[int, int]:
-        return {stage: total(self._gaps[shape].done) for stage, shape in enumerate(self._setting.shapes)}
+        pieces = self._setting.pieces
+        return {stage: total(pieces.chunk(form).done) for stage, form in enumerate(self.forms)}
 
-    def _shapes(self, action: Action) -> Shapes:
-        shapes = self._setting.shapes
-        forward, backward = (None if work == NOBODY else shapes[work[0]] for work in (action.forward, action.backward))
-        return forward, backward
+    @cached_property
+    def _known(self) -> dict[Move, Piece]:
+        return {}
 
-    def _kind(self, shapes: Shapes) -> _Kind:
-        if shapes not in self._kinds:
-            forward, backward = shapes
-            members = [shape for shape in (backward, forward) if shape is not None]
-            walk = self._walk(members)
-            if backward is not None:
-                walk.run([(self._plan(backward, None), 0, None)])
-            before = len(walk.points)
-            plan = self._plan(forward, backward)
-            walk.run([(plan, None if forward is None else len(members) - 1, None if backward is None else 0)])
-            points = walk.points[before:]
-            self._kinds[shapes] = _Kind(
-                bytes=max((point.bytes for point in points), key=total),
-                milliseconds=plan_milliseconds(plan, [self._time(i.lane, p) for i, p in
-                                                      zip(plan.issues, points, strict=True)]),
-            )  # fmt: skip
-        return self._kinds[shapes]
+    def _piece(self, move: Move) -> Piece:
+        if move not in self._known:
+            self._known[move] = self._find(*move)
+        return self._known[move]
 
-    def _gap(self, shape: ChunkShape) -> _Gap:
-        walk = self._walk([shape])
-        walk.run([(self._plan(shape, None), 0, None)])
-        waiting = walk.now()
-        walk.run([(self._plan(None, shape), None, 0)])
-        kept = self._sent() if self._setting.job.keep_sends else {}
-        sends = kept if not shape.last else {}
-        returns = kept if not shape.first else {}
-        return _Gap(waiting=add(waiting, sends), done=add(walk.now(), sends, returns))
-
-    def _sent(self) -> Bytes:
-        job = self._setting.job
-        return {RankBin.PIPELINE: job.tokens * (job.model.mhc or 1) * job.model.hidden * job.item_size}
-
-    def _walk(self, shapes: Sequence[ChunkShape]) -> RankWalk:
-        config = self._choice.recompute
-        planners = [self._planners[shape] for shape in shapes]
-        return RankWalk(
-            [self._setting.survey[shape].footprint for shape in shapes],
-            [gap_of(planner, config, planner.program.trained()) for planner in planners],
-            delayed=self._choice.delay_wgrad,
-        )
-
-    def _plan(self, forward: ChunkShape | None, backward: ChunkShape | None) -> Plan:
-        sides: dict[int, Side] = {}
-        kept = {}
-        for number, shape in ((FORWARD_SIDE, forward), (BACKWARD_SIDE, backward)):
-            if shape is not None:
-                planner = self._planners[shape]
-                sides[number] = planner.side(self._choice.recompute, planner.program.trained())
-                if number == FORWARD_SIDE:
-                    kept[number] = planner.survivors(self._choice.recompute, planner.program.trained())
-        schedule = make_schedule(
-            self._order, sides.get(FORWARD_SIDE), sides.get(BACKWARD_SIDE), delayed=self._choice.delay_wgrad
-        )
-        return lower(schedule, sides, kept)
-
-    def _time(self, lane: Lane, point: Point) -> float:
-        job = self._setting.job
-        if lane is Lane.COPY:
-            return self._setting.device.copy_milliseconds(point.traffic)
-        if lane is not Lane.COMM:
-            return point.milliseconds
-        rows = max(job.copies, job.received)
-        away = rows * job.model.hidden * job.item_size * (job.ep - 1) / job.ep
-        return self._setting.device.transfer_milliseconds(away)
+    def _find(self, forward: int | None, backward: int | None) -> Piece:
+        pieces = self._setting.pieces
+        if forward is None or backward is None:
+            stage = backward if forward is None else forward
+            assert stage is not None, "a step without work"
+            alone = pieces.chunk(self.forms[stage])
+            return alone.backward if forward is None else alone.forward
+        return pieces.pair(self.forms[forward], self.forms[backward])
 
 
 def _check_modules(setting: Setting, config: RecomputeConfig) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from overlap.errors import ScheduleError
-from overlap.planning.evaluate import Evaluation, Setting
-from recompute.planner import Candidate, Choice, Decision, choices
+from overlap.planning.evaluate import Evaluation, Outcome, Setting
+from overlap.planning.pieces import Form
+from recompute.planner import Candidate, Choice, Decision, choices, refinements
 
 
 def explore(setting: Setting, budget: int, progress: Callable[[str], None]) -> Decision:
-    """Predict all choices.
+    """Predict all choices; those that come to the same for every chunk are predicted once.
 
     Args:
         setting: The job and its dry runs.
@@ -20,27 +22,56 @@ def explore(setting: Setting, budget: int, progress: Callable[[str], None]) -> D
     Raises:
         ScheduleError: The order fits no choice.
     """
-    job = setting.job
     longest = max(shape.layers for shape in setting.shapes)
-    found: list[Candidate] = []
-    refused: list[ScheduleError] = []
-    for choice in choices(longest, mtp=job.model.mtp > 0, modules=setting.modules):
-        progress(str(choice))
-        try:
-            found.append(candidate(setting, choice))
-        except ScheduleError as error:
-            # An order without R steps hides no replay.
-            refused.append(error)
-    if not found:
-        raise refused[0]
-    return Decision(budget=budget, candidates=tuple(found))
+    search = _Search(setting, progress)
+    search.add(choices(longest, mtp=setting.job.model.mtp > 0, modules=setting.modules, keeps=setting.keeps))
+    if not search.found:
+        raise search.refused[0]
+    frontier = Decision(budget=budget, candidates=tuple(search.found)).frontier
+    search.add(refinements((candidate.choice for candidate in frontier), longest, setting.keeps))
+    return Decision(budget=budget, candidates=tuple(search.found))
 
 
-def candidate(setting: Setting, choice: Choice) -> Candidate:
-    """Predict one choice."""
-    outcome = Evaluation(setting, choice).outcome()
+class _Search:
+    """What was tried so far."""
+
+    def __init__(self, setting: Setting, progress: Callable[[str], None]) -> None:
+        self.found: list[Candidate] = []
+        self.refused: list[ScheduleError] = []
+        self._setting = setting
+        self._progress = progress
+        self._known: dict[tuple[Form, ...], Candidate] = {}
+
+    def add(self, tried: Iterable[Choice]) -> None:
+        """Predict these."""
+        for choice in tried:
+            evaluation = Evaluation(self._setting, choice)
+            known = self._known.get(evaluation.forms)
+            if known is not None:
+                self.found.append(replace(known, choice=choice))
+                continue
+            self._progress(str(choice))
+            try:
+                self._known[evaluation.forms] = _candidate(choice, evaluation.outcome())
+                self.found.append(self._known[evaluation.forms])
+            except ScheduleError as error:
+                # An order without R steps hides no replay.
+                self.refused.append(error)
+
+
+def _candidate(choice: Choice, outcome: Outcome) -> Candidate:
     bins = {kind.value: nbytes for kind, nbytes in outcome.fullest.bins.items()}
     return Candidate(choice=choice, bins=bins, milliseconds=outcome.milliseconds)
+
+
+def _sharing(setting: Setting) -> tuple[str, ...]:
+    job, device = setting.job, setting.device
+    if job.shards == 1:
+        return ()
+    return (
+        f"{job.shards} ranks of a host hold the same segment inputs and nothing else of a layer is cut; sharded inputs "
+        f"are gathered at {device.link_share:.0%} of {device.link_gbytes:.0f} GB/s each way.",
+    )
 
 
 def assumptions(setting: Setting) -> tuple[str, ...]:
@@ -62,5 +93,6 @@ def assumptions(setting: Setting) -> tuple[str, ...]:
         f"{device.network_gbytes:.0f} GB/s a rank, none of it within a host; the optimizer's step is left out.",
         "Segment inputs kept on the host leave and return over a link of "
         f"{device.host_gbytes:.0f} GB/s each way at {device.host_share:.0%}; host memory has no budget.",
+        *_sharing(setting),
         "Attention is a fused kernel that keeps query, key, value, output and one float32 per row and head.",
     )

@@ -77,13 +77,16 @@ class Job:
     skew: float = 1.0
     """Received over sent rows, with routing `skewed`."""
     optimizer: Optimizer = Optimizer.DISTRIBUTED
+    shards: int = 1
+    """Ranks that hold the same segment inputs, as a tensor- or context-parallel group does: keep="sharded" cuts them
+    over these. Nothing else is cut."""
     keep_sends: bool = False
     """Whether what a rank sent stays until the step ends, as torch's pipeline runtime keeps it."""
 
     def __post_init__(self) -> None:
         for name, kind in _CHOICES.items():
             object.__setattr__(self, name, parse_choice(kind, name, getattr(self, name)))
-        for name in ("pp", "virtual", "ep", "dp", "microbatches", "seq", "batch"):
+        for name in ("pp", "virtual", "ep", "dp", "microbatches", "seq", "batch", "shards"):
             check_count(name, getattr(self, name), at_least=1)
         for name, holds, rule in self._rules():
             if not holds:
@@ -117,6 +120,11 @@ class Job:
         return -(-int(self.copies * self.skew * 1000) // 1000)
 
     @property
+    def sent(self) -> int:
+        """Bytes that a chunk of a pipeline sends on, of a microbatch."""
+        return self.tokens * (self.model.mhc or 1) * self.model.hidden * self.item_size
+
+    @property
     def item_size(self) -> int:
         """Bytes of an element of the activations."""
         return ITEM_SIZE[self.model.dtype]
@@ -125,6 +133,7 @@ class Job:
         model = self.model
         yield "virtual", self.schedule not in V_SHAPED or self.virtual == 2, f"schedule {self.schedule} takes 2"
         yield "schedule", self.pp > 1 or self.schedule not in V_SHAPED, "needs more than one pipeline rank"
+        yield "virtual", self.pp > 1 or self.virtual == 1, "needs more than one pipeline rank"
         yield "pp", self.stages <= max(model.layers, 1), f"more chunks than layers ({model.layers})"
         yield "ep", model.experts % self.ep == 0, f"must divide experts ({model.experts})"
         yield "dp", self.dp % self.ep == 0, f"must be a multiple of ep ({self.ep})"

@@ -1,43 +1,49 @@
-"""RankWalk: a walk that notes a rank's bins and each slot's time, for one plan of a pipeline rank at a time."""
+"""RankWalk: a walk that notes, plan by plan, a rank's bins at the highest point and each slot's work."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from overlap.memory.facts import Footprint
+from overlap.lower import Plan
+from overlap.memory.facts import Footprint, Work
 from overlap.memory.gap import Gap
 from overlap.memory.predict import Walk, WalkedSlot
-from overlap.planning.bins import Bytes, RankBin, rank_bins, total
+from overlap.planning.bins import Bytes, RankBin, rank_bins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Point:
-    """The highest point inside one slot."""
+class Walked:
+    """One plan."""
 
-    slot: str
     bytes: Bytes
-    milliseconds: float
-    """What the slot computes."""
-    traffic: float
-    """Bytes that the slot reads and writes, or copies."""
+    """At its highest point."""
+    work: Sequence[Work]
+    """Of each issue."""
 
 
 class RankWalk(Walk):
-    """Args as Walk's; `points` has one entry per slot."""
+    """Args as Walk's; host memory does not count."""
 
-    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool) -> None:
-        super().__init__(footprints, gaps, delayed=delayed, host=False)
-        self.points: list[Point] = []
+    def __init__(self, footprints: Sequence[Footprint], gaps: Sequence[Gap], *, delayed: bool, ranks: int = 1) -> None:
+        super().__init__(footprints, gaps, delayed=delayed, ranks=ranks, host=False)
+        self._height = -1
+        self._highest: Bytes = {}
+        self._work: list[Work] = []
 
     def now(self) -> Bytes:
         """What is held between slots."""
         self._ledger.forget()
         return rank_bins(self._ledger.parts)
 
-    def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
-        super()._end(name, slot, start)
-        held = rank_bins(self._ledger.parts)
-        inside = {**held, RankBin.TEMPORARIES: self.tops[-1].bytes - total(held)}
-        work = slot.facts.work
-        self.points.append(Point(slot=name, bytes=inside, milliseconds=work.milliseconds, traffic=work.traffic))
+    def walk(self, plan: Plan, forward: int | None, backward: int | None) -> Walked:
+        """Walk a plan whose sides are these microbatches."""
+        self._height, self._work = -1, []
+        self.run([(plan, forward, backward)])
+        return Walked(bytes=self._highest, work=tuple(self._work))
+
+    def _note(self, name: str, slot: WalkedSlot, top: int) -> None:
+        self._work.append(slot.facts.work)
+        if top > self._height:
+            held = rank_bins(self._ledger.parts)
+            self._height, self._highest = top, {**held, RankBin.TEMPORARIES: top - self._ledger.total}

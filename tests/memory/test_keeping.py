@@ -26,9 +26,12 @@ def test_device_bytes_do_not_grow_with_layers(replay: str) -> None:
     far = {layers: measured(Keep.HOST, layers, replay=replay).peaks.bins for layers in (4, 6)}
     # Of the microbatch behind all inputs but one are still there when the one ahead has made its first.
     assert [near[n][Bin.SEGMENT_INPUTS] for n in near] == [5 * HIDDEN_BYTES, 7 * HIDDEN_BYTES]
-    assert [far[n][Bin.SEGMENT_INPUTS] for n in far] == [3 * HIDDEN_BYTES] * 2
+    assert [far[n][Bin.SEGMENT_INPUTS] for n in far] == [2 * HIDDEN_BYTES] * 2
     assert [far[n][Bin.HOST_INPUTS] for n in far] == [5 * HIDDEN_BYTES, 7 * HIDDEN_BYTES]
     assert all(near[n][Bin.HOST_INPUTS] == 0 for n in near)
+    # What is back belongs to the segments that are live or next.
+    back = {"just_in_time": 2, "hidden": 3}[replay] * HIDDEN_BYTES
+    assert [far[n][Bin.LIVE_SEGMENT] - near[n][Bin.LIVE_SEGMENT] for n in far] == [back] * 2
 
 
 def test_totals_are_the_device_s() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.modules import RecomputeModule
-from recompute.planner import SELECTIONS, Candidate, Choice, Decision, choices, parse_bytes
+from recompute.planner import SELECTIONS, Candidate, Choice, Decision, choices, parse_bytes, refinements
 
 MODULES = tuple(RecomputeModule)
 
@@ -40,13 +40,41 @@ def test_choices_are_distinct_and_complete() -> None:
 
 
 def test_modules_that_no_chunk_has_are_not_tried() -> None:
-    every = {config for config in SELECTIONS if config in {c.recompute for c in choices(2, mtp=False, modules=MODULES)}}
-    assert every == set(SELECTIONS)
+    assert set(SELECTIONS) <= {choice.recompute for choice in choices(2, mtp=False, modules=MODULES)}
     some = {c.recompute.modules for c in choices(2, mtp=False, modules=("attn", "core_attn"))}
     assert some == {(), ("attn",), ("core_attn",)}
 
 
-@pytest.mark.parametrize(("layers", "counts"), [(2, {1, 2}), (9, {*range(1, 9), 9}), (61, {*range(1, 9), 16, 32, 61})])
+def test_short_chunks_are_tried_in_full() -> None:
+    """The product of methods, layers, replays, weight gradients, modules and places, less what a rule refuses."""
+    keeps = tuple(Keep)
+    found = {choice.recompute for choice in choices(3, mtp=True, modules=MODULES, keeps=keeps)}
+    blocks = {rule for rule in found if rule.method is Method.BLOCK}
+    assert {rule.keep for rule in blocks} == set(keeps)
+    assert len(blocks) == (3 + 2) * len(Replay) * (1 + len(SELECTIONS)) * len(keeps)
+    assert {rule.modules for rule in blocks} == {(), *(selection.modules for selection in SELECTIONS)}
+    alone = {(rule.modules, rule.keep) for rule in found if rule.modules and rule.method is None}
+    assert (("attn",), Keep.SHARDED) in alone
+    assert (("core_attn",), Keep.DEVICE) in alone
+    assert (("core_attn",), Keep.HOST) not in alone
+    assert refinements([Choice(rule, False) for rule in found], 3) == ()
+
+
+def test_long_chunks_mix_what_is_best() -> None:
+    plain = {choice.recompute for choice in choices(9, mtp=True, modules=MODULES)}
+    assert not any(rule.method is not None and rule.modules for rule in plain)
+    assert {rule.keep for rule in plain} == {Keep.DEVICE}
+    best = [Choice(RecomputeConfig.block(4), True), Choice(RecomputeConfig.selective("attn"), False),
+            Choice(RecomputeConfig.selective("moe_act"), False)]  # fmt: skip
+    rules = [str(choice) for choice in refinements(best, 9) if not choice.delay_wgrad]
+    assert rules == [
+        "block 4 + selective attn", "block 4 + selective moe_act", "block 4 keep host", "selective attn keep host",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layers", "counts"), [(2, {1, 2}), (8, {*range(1, 9)}), (9, {1, 2, 4, 8, 9}), (61, {1, 2, 4, 8, 16, 32, 61})]
+)
 def test_long_chunks_are_tried_in_doublings(layers, counts) -> None:
     rules = [choice.recompute for choice in choices(layers, mtp=False, modules=())]
     assert {rule.num_layers for rule in rules if rule.enabled} == counts
