@@ -68,9 +68,20 @@ class Sharded:
         return part
 
     def get(self, kept: Tensor, length: int, device: torch.device) -> Tensor:
-        """Gather the parts of all ranks."""
-        whole = kept.new_empty(kept.shape[0] * self.ranks)
-        _all_gather(whole, kept, group=self._group)
+        """Gather the parts of all ranks, in place.
+
+        gloo's own gather makes copies of the whole on a thread of its own and holds its input a moment longer: how much
+        memory there is would depend on which thread is ahead. So on a CPU every rank broadcasts its part.
+        """
+        size = kept.shape[0]
+        whole = kept.new_empty(size * self.ranks)
+        parts = [whole[rank * size : (rank + 1) * size] for rank in range(self.ranks)]
+        parts[self._rank].copy_(kept)
+        if device.type == "cpu":
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, group=self._group, group_src=rank)
+        else:
+            _all_gather(whole, parts[self._rank], group=self._group)
         return whole
 
 

@@ -49,8 +49,7 @@ class Walk:
         gaps: Of each microbatch, as `gaps_of` gives them.
         delayed: The chunk's `delay_wgrad`.
         ranks: Over which sharded segment inputs are cut.
-        host: Whether the step runs on the CPU: host memory is then the same memory and counts in `tops`, and a gather
-            (gloo's) takes the length of its result a second time within itself.
+        host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
     """
 
     def __init__(
@@ -165,16 +164,13 @@ class Walk:
         footprint = self._footprints[number]
         leaves = issue.slot.op is Op.STORE and issue.keep is Keep.HOST and not self._host
         born: list[int] = []
-        events: list[tuple[int, None]] = []
-        gathers = issue.slot.op is Op.LOAD and issue.keep is Keep.SHARDED and self._host
         spans = dict(zip(issue.stage.writes, footprint.spans[issue.stage.key], strict=True))
         for key in issue.writes:
             if key is not None:
                 sizes = [_rounded(nbytes, footprint.granule) for nbytes in _moved(spans[key[0]], issue, self._ranks)]
                 held.values[key] = self._new(sizes, issue.slot.op, issue.stage.name, counts=not leaves)
                 born += sizes
-                events += ((change, None) for size in sizes for change in ((size, size, -size) if gathers else (size,)))
-        trace = NOTHING if leaves else make_trace(events)
+        trace = NOTHING if leaves else make_trace((size, None) for size in born)
         work = replace(NO_WORK, traffic=float(sum(born)))
         return WalkedSlot(Facts(born=tuple(born), trace=trace, work=work), {}, 0)
 
