@@ -21,6 +21,8 @@ from recompute.planner import SELECTIONS, Candidate, Decision, parse_bytes
 
 _GIB = 2**30
 FITS, FITS_NOT = 0, 1
+_FASTEST = 20
+"""Choices that are shown beside the frontier."""
 
 
 def add_budget_options(parser: argparse.ArgumentParser) -> None:
@@ -107,7 +109,9 @@ def _candidate(candidate: Candidate, decision: Decision) -> dict[str, Any]:
 
 
 def _show(decision: Decision, payload: dict[str, Any]) -> None:
-    order = sorted(decision.candidates, key=lambda candidate: candidate.milliseconds)
+    names = {str(candidate.choice) for candidate in (*decision.frontier, *decision.fitting[:_FASTEST])}
+    shown = [candidate for candidate in decision.candidates if str(candidate.choice) in names]
+    order = sorted(shown, key=lambda candidate: candidate.milliseconds)
     rows = [
         (
             str(candidate.choice),
@@ -120,6 +124,7 @@ def _show(decision: Decision, payload: dict[str, Any]) -> None:
     ]
     title = f"Predicted for the fullest rank; budget {decision.budget / _GIB:.1f} GiB"
     console.print(table(title, ("choice", "peak GiB", "step s", "fits", "frontier"), rows))
+    console.print(f"{len(rows)} of {len(decision.candidates)} choices: the frontier and the fastest; --json has all")
     chosen = decision.fastest
     if chosen is None:
         console.print(

@@ -57,16 +57,33 @@ def survey(job: Job, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> S
         ConfigError: The model cannot be surveyed.
     """
     register_flops()
-    return {shape: _chunk(job, shape, device, rules) for shape in dict.fromkeys(chunk_shapes(job))}
+    shapes = tuple(dict.fromkeys(chunk_shapes(job)))
+    few = {shape: covering(shape, shapes) for shape in shapes}
+    footprints = {shape: _footprint(job, shape, device, rules) for shape in dict.fromkeys(few.values())}
+    return {shape: _chunk(job, shape, few[shape], footprints[few[shape]]) for shape in shapes}
 
 
-def _chunk(job: Job, shape: ChunkShape, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> SurveyedChunk:
-    few = distinct_layers(shape)
+def _footprint(job: Job, few: ChunkShape, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> Footprint:
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, few))) as chunk, DeviceKernels():
-        footprint = take_footprint(chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK)
+        return take_footprint(chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK)
+
+
+def _chunk(job: Job, shape: ChunkShape, few: ChunkShape, footprint: Footprint) -> SurveyedChunk:
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk:
         every = spread(footprint, chunk.program, partial(stand_in, shape, few))
         return SurveyedChunk(program=chunk.program, footprint=every, fixed=_fixed(job, chunk.module))
+
+
+def covering(shape: ChunkShape, shapes: Sequence[ChunkShape]) -> ChunkShape:
+    """The distinct layers of a chunk, or those of another one of the job that has more of the same kinds."""
+    few = distinct_layers(shape)
+    alike = (
+        other
+        for other in map(distinct_layers, shapes)
+        if (other.first, other.last, bool(other.dense), bool(other.moe))
+        == (few.first, few.last, bool(few.dense), bool(few.moe))
+    )
+    return max(alike, key=lambda other: other.layers)
 
 
 def distinct_layers(shape: ChunkShape) -> ChunkShape:
@@ -90,11 +107,11 @@ def spread(footprint: Footprint, program: Program, layer_of: Callable[[int], int
         source = None if stage.layer is None else layer_of(stage.layer)
         keys.setdefault((source, stage.name), []).append(stage.key)
     facts = {
-        delayed: {replace(kind, key=key): fact for kind, fact in found.items() for key in keys[kind.key]}
+        delayed: {replace(kind, key=key): fact for kind, fact in found.items() for key in keys.get(kind.key, ())}
         for delayed, found in footprint.facts.items()
     }
-    snapshots = {key: sizes for source, sizes in footprint.snapshots.items() for key in keys[source]}
-    spans = {key: found for source, found in footprint.spans.items() for key in keys[source]}
+    snapshots = {key: sizes for source, sizes in footprint.snapshots.items() for key in keys.get(source, ())}
+    spans = {key: found for source, found in footprint.spans.items() for key in keys.get(source, ())}
     return replace(footprint, facts=facts, snapshots=snapshots, spans=spans)
 
 
