@@ -101,17 +101,27 @@ def refinements(
     more recompute makes nothing better, as a rule.
 
     Args:
-        frontier: The best of `choices`.
+        frontier: The best of `choices`; each keeps its setting of delayed weight gradients.
         layers: As `choices` takes them.
         keeps: The same.
     """
     if layers <= _ALL_UP_TO:
         return ()
-    best = [*dict.fromkeys(choice.recompute for choice in frontier)]
-    selections = [config for config in best if config.granularity is Granularity.SELECTIVE]
-    mixed = [_mixed(block, selection) for block in best if block.method is Method.BLOCK for selection in selections]
-    elsewhere = [config for base in best for config in _kept(base, keeps) if config != base]
-    return _with_wgrad([*mixed, *elsewhere])
+    best = tuple(frontier)
+    selections = [*dict.fromkeys(c.recompute for c in best if c.recompute.granularity is Granularity.SELECTIVE)]
+    mixed = [
+        Choice(_mixed(choice.recompute, selection), choice.delay_wgrad)
+        for choice in best
+        if choice.recompute.method is Method.BLOCK
+        for selection in selections
+    ]
+    elsewhere = [
+        Choice(config, choice.delay_wgrad)
+        for choice in best
+        for config in _kept(choice.recompute, keeps)
+        if config != choice.recompute
+    ]
+    return (*mixed, *elsewhere)
 
 
 def _with_wgrad(configs: Iterable[RecomputeConfig]) -> tuple[Choice, ...]:

@@ -21,7 +21,9 @@ def test_a_plan_of_a_pipeline(capsys, tmp_path) -> None:
         assert candidate["peak"] == sum(candidate["bins"].values())
         assert candidate["fits"] == (candidate["peak"] <= 100 * 2**20)
     assert {c["method"] for c in payload["candidates"]} == {"none", "uniform", "block"}
-    assert {"selective moe_act", "uniform 1 keep host"} <= {c["name"] for c in payload["candidates"]}
+    mixed = "block 1 + selective moe_act keep host, delayed wgrad"
+    names = {candidate["name"] for candidate in payload["candidates"]}
+    assert {"selective moe_act", "uniform 1 keep host", "block 1 hidden keep host", mixed} <= names
     assert len(payload["assumptions"]) > 5
     assert (tmp_path / "frontier.png").stat().st_size > 1000
     assert payload["job"]["dp"] == 2
@@ -46,6 +48,9 @@ def test_nothing_fits(capsys) -> None:
         ("plan --budget 1GiB --device-model abacus", "device_model"),
         ("plan --budget 1GiB --packed", "packed"),
         ("plan --budget 1GiB --ep 3", "ep"),
+        ("plan --budget 1GiB --shards 0", "shards"),
+        ("plan --shards 2", "shards"),
+        ("plan --budget 1GiB --virtual 2", "virtual"),
         ("plan --budget 1GiB --ep 4 --dp 6", "dp"),
         ("plan --budget 1GiB --pp 8", "pp"),
         ("plan --budget 1GiB --pp 0", "pp"),

@@ -13,12 +13,14 @@ from overlap.model import ModelConfig
 from overlap.planning.bins import RankBin, total
 from overlap.planning.chunk_model import ChunkModel
 from overlap.planning.evaluate import Evaluation
+from overlap.planning.explore import explore
 from overlap.planning.job import Job
+from overlap.planning.survey import survey
 from overlap.step import step_plans
 from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from recompute.planner import SELECTIONS, Choice
-from tests.planning.tools import SMALL, piped, setting, single
+from recompute.planner import SELECTIONS, Choice, choices
+from tests.planning.tools import DEVICE, SMALL, piped, setting, single
 
 NONE, UNIFORM, BLOCK = RecomputeConfig.none(), RecomputeConfig.uniform, RecomputeConfig.block
 CHOICES = [
@@ -63,9 +65,51 @@ def test_rebuilding_parts_takes_less_and_longer() -> None:
         assert found.milliseconds > kept.milliseconds
 
 
+def test_inputs_over_a_group_are_cut() -> None:
+    """1/n of each waits; gathered ones are in the live segment; a link within a host is faster than one to it."""
+    outcomes = {}
+    for keep, shards in ((Keep.DEVICE, 1), (Keep.HOST, 1), (Keep.SHARDED, 2), (Keep.SHARDED, 4)):
+        asked = replace(piped(), job=replace(piped().job, shards=shards))
+        outcomes[keep, shards] = Evaluation(asked, Choice(UNIFORM(1, keep=keep), True)).outcome()
+    near, host, two, four = (outcome.ranks[0].bins for outcome in outcomes.values())
+    assert two[RankBin.LIVE_SEGMENT] > near[RankBin.LIVE_SEGMENT]
+    assert two[RankBin.LIVE_SEGMENT] == host[RankBin.LIVE_SEGMENT]
+    kept, half, quarter = (bins[RankBin.SEGMENT_INPUTS] - host[RankBin.SEGMENT_INPUTS] for bins in (near, two, four))
+    assert half == 2 * quarter > 0
+    assert kept > half
+    times = [outcome.milliseconds for outcome in outcomes.values()]
+    assert times[0] <= times[2] < times[1]
+
+
 def test_what_no_job_can_do_is_refused() -> None:
-    with pytest.raises(ConfigError, match="sharded"):
+    with pytest.raises(ConfigError, match="shards above 1"):
         Evaluation(piped(), Choice(UNIFORM(1, keep=Keep.SHARDED), False))
+
+
+def test_choices_that_come_to_the_same_have_equal_forms() -> None:
+    """Chunks have one layer each; and a control of each kind that differs."""
+
+    def forms(rule: RecomputeConfig, *, delayed: bool = False) -> object:
+        return Evaluation(piped(), Choice(rule, delayed)).forms
+
+    one = forms(UNIFORM(1))
+    assert one == forms(UNIFORM(2)) == forms(BLOCK(1))
+    others = [NONE, UNIFORM(1, replay=Replay.HIDDEN), UNIFORM(1, keep=Keep.HOST), SELECTIONS[0]]
+    assert one not in [forms(rule) for rule in others]
+    assert one != forms(UNIFORM(1), delayed=True)
+
+
+def test_a_search_of_long_chunks_mixes_what_is_best() -> None:
+    one = Job(model=ModelConfig(layers=9, dense_layers=9), microbatches=2)
+    job = replace(single(), job=one, survey=survey(one, DEVICE, SELECTIONS))
+    decision = explore(job, 2**40, lambda name: None)
+    started = choices(9, mtp=False, modules=job.modules, keeps=job.keeps)
+    names = [str(candidate.choice) for candidate in decision.candidates]
+    assert len(names) == len(set(names)) > len(started)
+    # Those that come to the same are all there.
+    assert names[: len(started)] == [str(choice) for choice in started]
+    last = decision.candidates[-1]
+    assert last.peak == Evaluation(replace(job), last.choice).outcome().fullest.total
 
 
 def test_bins_of_a_pipeline_rank() -> None:

@@ -14,7 +14,7 @@ from overlap.planning.chunk_model import ChunkModel, feeds_of
 from overlap.planning.chunks import ChunkShape, chunk_shapes
 from overlap.planning.device_kernels import DeviceKernels
 from overlap.planning.job import Job
-from overlap.planning.survey import CUDA_BLOCK, distinct_layers, spread, stand_in, survey
+from overlap.planning.survey import CUDA_BLOCK, covering, distinct_layers, spread, stand_in, survey
 from tests.planning.tools import DEVICE
 
 
@@ -33,6 +33,23 @@ def test_few_layers_stand_for_all() -> None:
             found[name] = take_footprint(chunk, feeds_of(job, name), (False,)), chunk.program
     whole, program = found[shape]
     assert spread(found[few][0], program, partial(stand_in, shape, few)).facts == whole.facts
+
+
+def test_a_chunk_with_more_layers_stands_for_one_with_fewer() -> None:
+    """One layer before the last chunk, where the others have two."""
+    job = Job(model=ModelConfig(layers=9, dense_layers=1, shared_width=0), pp=5, microbatches=5)
+    shapes = chunk_shapes(job)
+    assert [str(shape) for shape in shapes] == ["embed+1D1M", "2M", "2M", "2M", "1M+head"]
+    one = ChunkShape(dense=0, moe=1, first=False, last=False)
+    two = covering(one, [*shapes, one])
+    assert two == shapes[1]
+    assert covering(shapes[-1], shapes) == shapes[-1]
+    found = {}
+    for few in (one, two):
+        with fake_chunk(partial(build, job, few)) as chunk, DeviceKernels():
+            found[few] = take_footprint(chunk, feeds_of(job, few), (False,)), chunk.program
+    whole, program = found[one]
+    assert spread(found[two][0], program, partial(stand_in, one, two)).facts == whole.facts
 
 
 @pytest.mark.parametrize(("optimizer", "shares"), [("adamw", (1, 1)), ("distributed", (8, 2))])
