@@ -33,7 +33,7 @@ def add_job_options(parser: argparse.ArgumentParser, shared: Collection[str] = (
         ("pp", int, "N", "pipeline ranks (default 1)"),
         ("ep", int, "N", "expert-parallel ranks (default 1)"),
         ("dp", int, "N", "data-parallel ranks (default: as many as --ep)"),
-        ("virtual", int, "N", "model chunks of a pipeline rank"),
+        ("virtual", int, "N", "model chunks of a pipeline rank, with --pp"),
         ("schedule", str, "NAME", f"{', '.join(PipelineSchedule)} ({default})"),
         ("routing", str, "NAME", f"rows that a rank receives: {', '.join(RoutingLoad)}"),
         ("skew", float, "X", "received over sent rows, with --routing skewed"),

@@ -78,7 +78,8 @@ def test_inputs_over_a_group_are_cut() -> None:
     assert half == 2 * quarter > 0
     assert kept > half
     times = [outcome.milliseconds for outcome in outcomes.values()]
-    assert times[0] <= times[2] < times[1]
+    assert times[0] <= times[3] <= times[2] <= times[1]
+    assert DEVICE.gather_milliseconds(2**20) < DEVICE.copy_milliseconds(2**20)
 
 
 def test_what_no_job_can_do_is_refused() -> None:
