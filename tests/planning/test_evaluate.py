@@ -10,6 +10,7 @@ from overlap.chunk import ModelChunk
 from overlap.memory import fake_chunk, gaps_of
 from overlap.memory.predict import Walk
 from overlap.model import ModelConfig
+from overlap.orders import format_order, get_order
 from overlap.planning.bins import RankBin, total
 from overlap.planning.chunk_model import ChunkModel
 from overlap.planning.evaluate import Evaluation
@@ -87,7 +88,7 @@ def test_what_no_job_can_do_is_refused() -> None:
         Evaluation(piped(), Choice(UNIFORM(1, keep=Keep.SHARDED), False))
 
 
-def test_choices_that_come_to_the_same_have_equal_forms() -> None:
+def test_choices_that_come_to_the_same_have_equal_forms(tmp_path) -> None:
     """Chunks have one layer each; and a control of each kind that differs."""
 
     def forms(rule: RecomputeConfig, *, delayed: bool = False) -> object:
@@ -98,6 +99,14 @@ def test_choices_that_come_to_the_same_have_equal_forms() -> None:
     others = [NONE, UNIFORM(1, replay=Replay.HIDDEN), UNIFORM(1, keep=Keep.HOST), SELECTIONS[0]]
     assert one not in [forms(rule) for rule in others]
     assert one != forms(UNIFORM(1), delayed=True)
+    # A file's order is the same for both replays.
+    path = tmp_path / "order.txt"
+    path.write_text(format_order(get_order("multi_queue", Replay.HIDDEN)))
+    late, soon = (
+        Evaluation(replace(piped(), order=str(path)), Choice(UNIFORM(1, replay=replay), False)).forms
+        for replay in Replay
+    )
+    assert late != soon
 
 
 def test_a_search_of_long_chunks_mixes_what_is_best() -> None:
