@@ -102,9 +102,8 @@ def test_choices_that_come_to_the_same_have_equal_forms(tmp_path) -> None:
     # A file's order is the same for both replays.
     path = tmp_path / "order.txt"
     path.write_text(format_order(get_order("multi_queue", Replay.HIDDEN)))
-    late, soon = (
-        Evaluation(replace(piped(), order=str(path)), Choice(UNIFORM(1, replay=replay), False)).forms
-        for replay in Replay
+    asked = replace(piped(), order=str(path))
+    late, soon = (Evaluation(asked, Choice(UNIFORM(1, replay=replay), False)).forms for replay in Replay)
     )
     assert late != soon
 
