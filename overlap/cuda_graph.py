@@ -15,7 +15,7 @@ NOTE [ What a recording holds ]
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +38,10 @@ class _CountedDraws:
     """Draws of a step that runs as it is, in order."""
 
     def __init__(self) -> None:
-        self.seeds: list[SeedAt] = []
+        self.seeds: list[SeedAt | None] = []
 
     def begin(self, generator: torch.Generator, seed: int, seed_at: SeedAt | None) -> Callable[[], object]:
         """Note the draw."""
-        if seed_at is None:
-            raise RecomputeError("a draw whose seed in another step is unknown cannot be recorded in a CUDA graph")
         self.seeds.append(seed_at)
         return begin_at(generator, seed)
 
@@ -78,7 +76,8 @@ class _WarmUp:
     """What is known of a shape before it is recorded."""
 
     steps: int = 0
-    seeds: Sequence[SeedAt] = field(default_factory=tuple)
+    seeds: Sequence[SeedAt | None] = ()
+    """Of the draws of its last step; the first of all steps also checks the stages, which draw in that step only."""
 
 
 class GraphedStep:
@@ -181,13 +180,17 @@ class GraphedStep:
         Raises:
             ConfigError: A parameter has hooks.
             ProgramError: Something in the step waits for the device.
+            RecomputeError: Something draws from a seed that is not known for another step.
         """
         chunk = self._chunk
+        seeds = [seed_at for seed_at in warm.seeds if seed_at is not None]
+        if len(seeds) != len(warm.seeds):
+            raise RecomputeError("a draw whose seed in another step is unknown cannot be recorded in a CUDA graph")
         _check_hooks(chunk.module)
         feeds = [{name: value.to(chunk.device, copy=True) for name, value in mb.items()} for mb in microbatches]
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[chunk.device.index or 0]
-        states = [generator.clone_state() for _ in warm.seeds]
+        states = [generator.clone_state() for _ in seeds]
         for state in states:
             graph.register_generator_state(state)
         done = chunk.steps_done
@@ -201,7 +204,7 @@ class GraphedStep:
             raise ProgramError("the step cannot be recorded as a CUDA graph: something in it needs the host") from error
         finally:
             chunk.steps_done = done
-        return _Recording(graph=graph, feeds=feeds, outputs=outputs, draws=tuple(zip(states, warm.seeds, strict=True)))
+        return _Recording(graph=graph, feeds=feeds, outputs=outputs, draws=tuple(zip(states, seeds, strict=True)))
 
     def _launch(self, recording: _Recording, microbatches: Sequence[Feeds]) -> list[Losses]:
         for static, fed in zip(recording.feeds, microbatches, strict=True):
@@ -213,6 +216,18 @@ class GraphedStep:
         recording.graph.replay()
         self._chunk.steps_done += 1
         return _copied(recording.outputs)
+
+
+def graphed(run: Step = train_step) -> Step:
+    """A step of whatever chunk it is called with: each chunk's is a GraphedStep of its own."""
+    steps: dict[int, GraphedStep] = {}
+
+    def step(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> list[Losses]:
+        if id(chunk) not in steps:  # which the GraphedStep keeps alive
+            steps[id(chunk)] = GraphedStep(chunk, run)
+        return steps[id(chunk)](microbatches)
+
+    return step
 
 
 def _copied(outputs: Sequence[Losses]) -> list[Losses]:

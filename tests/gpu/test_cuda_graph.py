@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from overlap import PerToken, ProgramError, reference_step, train_step
+from overlap import PerToken, ProgramError, cuda_graph, reference_step, train_step
 from overlap.contiguous import contiguous_step
-from overlap.cuda_graph import WARM_UP, GraphedStep
+from overlap.cuda_graph import WARM_UP, GraphedStep, graphed
 from overlap.model import ModelConfig
-from overlap.verify import compare_steps
+from overlap.verify import compare_steps, verify
 from recompute import RecomputeConfig
 from recompute.config import Keep
 from recompute.errors import ConfigError
@@ -18,18 +18,6 @@ from tests.gpu.test_verify import RULES, SHAPE, VARIANTS, batches, gradients, ma
 
 pytestmark = pytest.mark.gpu
 STEPS = WARM_UP + 3
-
-
-class Graphed:
-    """A step for compare_steps, which copies the chunk: recorded with the first chunk that it is called with."""
-
-    def __init__(self, run=train_step, kind=GraphedStep):
-        self.run, self.kind = run, kind
-        self.step = None
-
-    def __call__(self, chunk, microbatches):
-        self.step = self.step or self.kind(chunk, self.run)
-        return self.step(microbatches)
 
 
 CASES = [
@@ -60,21 +48,22 @@ def chunk_of(config, rule="uniform1", order="multi_queue", **changes):
 @pytest.mark.parametrize(("variant", "rule", "order"), CASES)
 def test_equal_to_the_reference(variant, rule, order):
     config = config_of(variant)
-    verdict = compare_steps(chunk_of(config, rule, order), batches(config, STEPS), reference_step, Graphed())
+    verdict = verify(chunk_of(config, rule, order), batches(config, STEPS), graph=True)
     assert verdict.equal, verdict
+    assert verdict.max_live_segments <= (2 if "hidden" in rule else 1)
 
 
 @pytest.mark.parametrize("run", [contiguous_step, reference_step])
 def test_other_steps_can_be_recorded(run):
     config = config_of("dropout")
-    assert compare_steps(chunk_of(config), batches(config, STEPS), reference_step, Graphed(run)).equal
+    assert compare_steps(chunk_of(config), batches(config, STEPS), reference_step, graphed(run)).equal
 
 
 def test_shapes_in_turn():
     config = config_of("dropout")
     long, short = batches(config, STEPS), batches(config, STEPS, microbatches=2)
     data = [step for pair in zip(long, short, strict=True) for step in pair]
-    assert compare_steps(chunk_of(config), data, reference_step, Graphed()).equal
+    assert compare_steps(chunk_of(config), data, reference_step, graphed()).equal
 
 
 class SameSeeds(GraphedStep):
@@ -101,9 +90,10 @@ class KeptGradients(GraphedStep):
 
 
 @pytest.mark.parametrize("kind", [SameSeeds, SameFeeds, KeptGradients])
-def test_controls_differ(kind):
+def test_controls_differ(kind, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "GraphedStep", kind)
     config = config_of("dropout")
-    assert not compare_steps(chunk_of(config), batches(config, STEPS), reference_step, Graphed(kind=kind)).equal
+    assert not compare_steps(chunk_of(config), batches(config, STEPS), reference_step, graphed()).equal
 
 
 def test_gradients_add_up_over_calls():
