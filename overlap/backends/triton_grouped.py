@@ -55,24 +55,26 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
 ):
     across, down = tl.cdiv(inner, block_inner), tl.cdiv(outer, block_outer)
     expert, tile = tl.program_id(0) // (across * down), tl.program_id(0) % (across * down)
-    i = tile % across * block_inner + tl.arange(0, block_inner)
-    o = tile // across * block_outer + tl.arange(0, block_outer)
+    i_start, o_start = tile % across * block_inner, tile // across * block_outer
     first = tl.load(ends + expert - 1, mask=expert > 0, other=0)
     rows = tl.load(ends + expert) - first
-    row = tl.arange(0, block_rows)
-    x += first.to(tl.int64) * x_row
-    grad += first.to(tl.int64) * grad_row
+    # the corners in 64 bits; within a tile 32 do
+    x += first.to(tl.int64) * x_row + i_start.to(tl.int64) * x_column
+    grad += first.to(tl.int64) * grad_row + o_start.to(tl.int64) * grad_column
+    into += expert.to(tl.int64) * into_expert + i_start.to(tl.int64) * into_inner + o_start.to(tl.int64) * into_outer
+    row, i, o = tl.arange(0, block_rows), tl.arange(0, block_inner), tl.arange(0, block_outer)
     x_offsets = row[:, None] * x_row + i[None, :] * x_column
     grad_offsets = row[:, None] * grad_row + o[None, :] * grad_column
-    target = into + expert.to(tl.int64) * into_expert + i[:, None].to(tl.int64) * into_inner + o[None, :] * into_outer
-    inside = (i < inner)[:, None] & (o < outer)[None, :]
+    target = into + i[:, None] * into_inner + o[None, :] * into_outer
+    i_inside, o_inside = i < inner - i_start, o < outer - o_start
+    inside = i_inside[:, None] & o_inside[None, :]
     if adds and early:
         before = tl.load(target, mask=inside)
     total = tl.zeros((block_inner, block_outer), tl.float32)
     for start in range(0, rows, block_rows):
         left = (row < rows - start)[:, None]
-        x_tile = tl.load(x + x_offsets, mask=left & (i < inner)[None, :], other=0.0)
-        grad_tile = tl.load(grad + grad_offsets, mask=left & (o < outer)[None, :], other=0.0)
+        x_tile = tl.load(x + x_offsets, mask=left & i_inside[None, :], other=0.0)
+        grad_tile = tl.load(grad + grad_offsets, mask=left & o_inside[None, :], other=0.0)
         total = tl.dot(tl.trans(x_tile), grad_tile, total)
         x += block_rows * x_row
         grad += block_rows * grad_row
