@@ -46,7 +46,8 @@ class SlotLog:
         if func is torch.ops.overlap.grouped_mm_wgrad_add.default:
             # The one operator here that allocates within itself what is not small.
             nbytes = piece_bytes(args[0], args[1], device=self._device is not None)
-            self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
+            if nbytes:
+                self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
         if self._device is None or not (allocates or func._schema.is_mutable):
             return
         formula: Flops | None = flop_registry.get(func.overloadpacket)
