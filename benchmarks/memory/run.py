@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -77,6 +78,11 @@ SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "wide": (("wide", wide),),
     "exposed": (("exposed", exposed),),
     "host": (("host", host),),
+    "graph": (
+        ("graph_overhead", partial(overhead, graph=True)),
+        ("graph_loopback", partial(loopback, graph=True)),
+        ("graph_exposed", partial(exposed, graph=True)),
+    ),
     "queues": (("queues", queues),),
     "te": (("te", te),),
     "te-light": (("te", te_light),),

@@ -17,6 +17,8 @@ from overlap.model.fused import fused, kernels
 
 _ALIGNMENT = 16
 """Bytes that row strides must be a multiple of in the device kernel."""
+_OWN_WGRAD = True
+"""Whether our own kernel makes weight gradients where it can; False: torch's, added in pieces."""
 _PIECE_BYTES = 96 * 2**20
 """Largest piece of a weight gradient that is added in pieces."""
 _TILE = 256
@@ -79,6 +81,10 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> T
 
 
 def _grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
+    if _own_wgrad(x):
+        out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+        kernels("triton_grouped").write(out, x, grad, _ends(counts))
+        return out
     if _device_kernel(x, x.shape[1], grad.shape[1]):
         return F.grouped_mm(x.t(), grad, offs=_ends(counts))
     out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
@@ -88,9 +94,10 @@ def _grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> 
 
 
 def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
-    """Add the gradient of grouped_mm's weight to `into`, piece by piece: the whole can exceed a layer's activations.
+    """Add the gradient of grouped_mm's weight to `into`, never whole: it can exceed a layer's activations.
 
-    On a device a piece is some columns of all experts, whose kernel needs no counts on the host; elsewhere an expert.
+    The bits are those of `into += grouped_mm_wgrad(...)`. A kernel of our own adds tile by tile and allocates nothing.
+    Torch's adds some columns of all experts at a time, and needs no counts on the host; elsewhere an expert at a time.
 
     Args:
         into: [E, I, O], of x's type or wider.
@@ -107,25 +114,34 @@ def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, 
 
 
 def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+    if _own_wgrad(x) and fused(into):
+        kernels("triton_grouped").add(into, x, grad, _ends(counts))
+        return
     if _device_kernel(x, x.shape[1], grad.shape[1]):
-        ends, width = _ends(counts), _piece_width(into.shape[0] * into.shape[1] * x.element_size())
-        for start in range(0, grad.shape[1], width):
-            columns = slice(start, start + width)
-            piece = F.grouped_mm(x.t(), grad[:, columns], offs=ends)
-            if into.is_contiguous() and fused(into):
-                kernels("triton_add").add_columns(into, piece, start)
-            else:
-                into[..., columns] += piece
+        _add_in_pieces(into, x, grad, _ends(counts))
         return
     for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
         into[expert] += torch.mm(x[start:end].t(), grad[start:end])
 
 
+def _add_in_pieces(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor) -> None:
+    width = _piece_width(into.shape[0] * into.shape[1] * x.element_size())
+    for start in range(0, grad.shape[1], width):
+        columns = slice(start, start + width)
+        piece = F.grouped_mm(x.t(), grad[:, columns], offs=ends)
+        if into.is_contiguous() and fused(into):
+            kernels("triton_add").add_columns(into, piece, start)
+        else:
+            into[..., columns] += piece
+
+
 def piece_bytes(into: Tensor, x: Tensor, *, device: bool) -> int:
-    """Bytes of the largest piece that grouped_mm_wgrad_add allocates; `device`: by the device kernel."""
+    """Bytes of the largest piece that grouped_mm_wgrad_add allocates; `device`: on a CUDA device that has Triton."""
     experts, inner, outer = into.shape
-    if not device:
+    if not device or x.dtype != torch.bfloat16:
         return inner * outer * x.element_size()
+    if _OWN_WGRAD:
+        return 0
     column = experts * inner * x.element_size()
     return column * min(_piece_width(column), outer)
 
@@ -160,6 +176,11 @@ def _direct(x: Tensor) -> bool:
 def _piece_width(column_bytes: int) -> int:
     """Columns of a piece."""
     return max(_PIECE_BYTES // column_bytes // _TILE, 1) * _TILE
+
+
+def _own_wgrad(x: Tensor) -> bool:
+    """Whether weight gradients come from our own kernel: whole or added, so that both have the same bits."""
+    return _OWN_WGRAD and x.dtype == torch.bfloat16 and fused(x)
 
 
 def _device_kernel(x: Tensor, *widths: int) -> bool:

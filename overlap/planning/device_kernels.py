@@ -167,11 +167,6 @@ def _copies(*tensors: Tensor) -> int:
     return sum(tensor_bytes(x) for x in tensors if not x.is_contiguous())
 
 
-def _two_pieces(into: Tensor, x: Tensor, *rest: Any) -> int:
-    """One is still there when the next is computed (grouped.py); all of them at most."""
-    return min(2 * piece_bytes(into, x, device=True), into.numel() * x.element_size())
-
-
 def _embedding_sums(grad: Tensor, ids: Tensor, rows: int, *rest: Any) -> int:
     """Float32 sums over runs of equal ids, each run cut into pieces; short inputs take another kernel.
 
@@ -188,7 +183,7 @@ INSIDE: Inside = MappingProxyType({
     torch.ops.overlap.device_rms_norm.default: lambda x, weight: _copies(x),
     torch.ops.overlap.device_rms_norm_backward.default: lambda grad, x, *rest: _copies(grad, x),
     torch.ops.overlap.device_attention_backward.default: _attention_workspace,
-    torch.ops.overlap.grouped_mm_wgrad_add.default: _two_pieces,
+    torch.ops.overlap.grouped_mm_wgrad_add.default: lambda into, x, *rest: piece_bytes(into, x, device=True),
 })  # fmt: skip
 """What a device's operators allocate and free within themselves, as far as arguments tell.
 
