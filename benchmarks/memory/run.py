@@ -23,6 +23,7 @@ from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.markdown import markdown
 from benchmarks.memory.measure import Bench, Measured
 from benchmarks.memory.oracle import oracle
+from benchmarks.memory.slots import slots
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
 
@@ -71,6 +72,7 @@ def report(result: Measured) -> None:
 SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
     "memory": (("memory", memory),),
     "oracle": (("oracle", oracle),),
+    "oracle-slots": (("slots", slots),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
     "wide": (("wide", wide),),

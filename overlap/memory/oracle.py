@@ -42,12 +42,13 @@ def predict_peak(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds])
         return highest_of(chunk, footprints_of(chunk, microbatches, constants=True))
 
 
-def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Highest:
+def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint], *, streams: bool = False) -> Highest:
     """The highest point of a step.
 
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
         footprints: Of each microbatch, in order; taken with the chunk's setting of `delay_wgrad`.
+        streams: Whether lanes are streams, which hold each other's memory (StreamLanes).
 
     Raises:
         ConfigError: Segment inputs are sharded.
@@ -55,8 +56,9 @@ def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Highest:
     if any(config.keep is Keep.SHARDED for config in configs_of(chunk)):
         rule = "what a gather of the parts takes within itself is not predicted"
         raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
-    walk = Walk(footprints, gaps_of(chunk, len(footprints)), delayed=chunk.delay_wgrad)
+    walk = Walk(footprints, gaps_of(chunk, len(footprints)), delayed=chunk.delay_wgrad, streams=streams)
     walk.run(step_plans(chunk, len(footprints)))
+    walk.finish()
     return max((*walk.tops, _end_of_step(chunk, walk)), key=lambda top: top.bytes)
 
 

@@ -14,6 +14,7 @@ from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.memory.bins import Border, Claims, Highest, Storage, Usage, sum_bins
+from overlap.memory.crossing import CrossLanes, OneLane
 from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
@@ -49,6 +50,7 @@ class Walk:
         delayed: The chunk's `delay_wgrad`.
         ranks: Over which sharded segment inputs are cut.
         host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
+        streams: Whether lanes are streams, which hold each other's memory (StreamLanes).
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Walk:
         delayed: bool,
         ranks: int = 1,
         host: bool = True,
+        streams: bool = False,
     ) -> None:
         self._ranks = ranks
         self._host = host
@@ -67,6 +70,7 @@ class Walk:
         self._footprints = footprints
         self._gaps = gaps
         self._facts = [footprint.facts[delayed] for footprint in footprints]
+        self._lanes = CrossLanes() if streams else OneLane()
         self._ids = count()
         self._storages: dict[int, Storage] = {}
         self._held = [Held(self._feeds(*pair)) for pair in zip(footprints, gaps, strict=True)]
@@ -96,9 +100,14 @@ class Walk:
                     self._issue(issue, number)
         return Usage(curve=tuple(self._curve))
 
+    def finish(self) -> None:
+        """The step's slots are done: lanes hold nothing more."""
+        self._lanes.finish()
+
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         held.begun = True
+        self._lanes.begin(issue, number, held)
         start = self.live
         if issue.slot.op in _FORWARDS:
             slot = self._forward(issue, number)
@@ -108,6 +117,7 @@ class Walk:
             slot = self._backward(issue, number)
         else:
             slot = self._wgrad(issue, number)
+        self._lanes.end(issue, number)
         self._end(slot_text(issue, number), slot, start)
         for key in issue.frees:
             del held.values[key]
@@ -201,7 +211,8 @@ class Walk:
 
     def _forget(self) -> None:
         """Drop what no table holds."""
-        alive = set(self._step).union(*(ids for held in self._held for ids in held.ids()))
+        tables = (ids for held in self._held for ids in held.ids())
+        alive = set(self._step).union(*tables, *self._lanes.ids())
         self._storages = {key: storage for key, storage in self._storages.items() if key in alive}
 
     def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
@@ -220,16 +231,18 @@ class Walk:
         return [held.claims(gap) for held, gap in zip(self._held, self._gaps, strict=True) if held.begun]
 
 
-def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
+def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint], *, streams: bool = False) -> Usage:
     """Live bytes at every slot border of a training step.
 
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
         footprints: Of each microbatch of the step, in order; taken with the chunk's setting of `delay_wgrad`.
+        streams: As for Walk.
     """
     gaps = gaps_of(chunk, len(footprints))
     ranks = 1 if chunk.shards is None else chunk.shards.ranks
-    return Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks).run(step_plans(chunk, len(footprints)))
+    walk = Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks, streams=streams)
+    return walk.run(step_plans(chunk, len(footprints)))
 
 
 def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants: bool = False) -> list[Footprint]:

@@ -18,7 +18,7 @@ from overlap.model.experts import GroupedExperts
 from overlap.planning.bins import RankBin
 from overlap.planning.chunk_model import ChunkModel, feeds_of
 from overlap.planning.chunks import ChunkShape, chunk_shapes
-from overlap.planning.device_kernels import DeviceKernels, register_flops
+from overlap.planning.device_kernels import INSIDE, DeviceKernels, register_flops
 from overlap.planning.job import Job, Optimizer
 from recompute.config import RecomputeConfig
 
@@ -63,7 +63,9 @@ def survey(job: Job, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> S
 def _chunk(job: Job, shape: ChunkShape, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> SurveyedChunk:
     few = distinct_layers(shape)
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, few))) as chunk, DeviceKernels():
-        footprint = take_footprint(chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK)
+        footprint = take_footprint(
+            chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK, inside=INSIDE
+        )
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, shape))) as chunk:
         every = spread(footprint, chunk.program, partial(stand_in, shape, few))
         return SurveyedChunk(program=chunk.program, footprint=every, fixed=_fixed(job, chunk.module))
