@@ -21,9 +21,9 @@ def test_added_in_pieces(counts, monkeypatch):
         return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.bfloat16)
 
     x, grad, into = draw(rows, 256), draw(rows, 1408), draw(4, 256, 1408)
-    sizes = torch.tensor(counts, device=DEVICE)
-    expected = into + grouped.grouped_mm_wgrad(x, grad, sizes, True)
-    grouped.grouped_mm_wgrad_add(into, x, grad, sizes, True)
+    ends = torch.tensor(counts, device=DEVICE).cumsum(0, dtype=torch.int32)
+    expected = into + grouped.grouped_mm_wgrad(x, grad, ends, True)
+    grouped.grouped_mm_wgrad_add(into, x, grad, ends, True)
     assert torch.equal(into, expected)
 
 
