@@ -81,7 +81,8 @@ class LatentAttention(nn.Module):
         config = self.config
         queries = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
         latent, k_rope = _split(latent, config.rope_dim)
-        expanded = self.key_value(self.latent_norm(latent))
+        # once for both passes of the norm, whose kernels want whole rows
+        expanded = self.key_value(self.latent_norm(latent.contiguous()))
         make = turned if fused(queries) else self._turned
         return make(self.rotary, positions, queries, expanded, k_rope, config.heads)
 
@@ -134,7 +135,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Cut the last dimension in two, the second part `last` wide."""
-    return x[..., :-last], x[..., -last:]
+    first, second = x.split_with_sizes((x.shape[-1] - last, last), -1)
+    return first, second
 
 
 def _attend(

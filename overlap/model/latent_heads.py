@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from overlap.model.custom import apply
+from overlap.model.custom import apply, apply_many
 from overlap.model.fused import kernels
 from overlap.model.rope import Rotary
 
@@ -32,57 +32,67 @@ def turned(
     Returns:
         Queries and keys [B, H, S, n + r], values [B, H, S, v].
     """
-    query = apply(_Queries, _cut(queries, heads), rotary.cos, rotary.sin, positions)
+    query = apply(_Queries, queries, rotary.cos, rotary.sin, positions, heads)
     plain = query.shape[-1] - k_rope.shape[-1]
-    key, value = apply(_Keys, _cut(expanded, heads), k_rope, rotary.cos, rotary.sin, positions, plain)
-    return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    key, value = apply_many(_Keys, expanded, k_rope, rotary.cos, rotary.sin, positions, heads, plain)
+    return query, key, value
 
 
 def _cut(x: Tensor, heads: int) -> Tensor:
-    return x.view(*x.shape[:-1], heads, x.shape[-1] // heads)
+    """[B, S, H*d] -> [B, S, H, d], contiguous."""
+    return x.contiguous().view(*x.shape[:-1], heads, x.shape[-1] // heads)
+
+
+def _turn_queries(source: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: int) -> Tensor:
+    """[B, S, H, d], contiguous; the result too."""
+    target = torch.empty_like(source)
+    kernels("triton_latent").turn_queries(source, target, cos, sin, positions, sign)
+    return target
 
 
 class _Queries(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, source: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> Tensor:
+    def forward(ctx: Any, queries: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, heads: int) -> Tensor:
         ctx.save_for_backward(cos, sin, positions)
-        source = source.contiguous()
-        target = torch.empty_like(source)
-        kernels("triton_latent").turn_queries(source, target, cos, sin, positions, 1)
-        return target
+        return _turn_queries(_cut(queries, heads), cos, sin, positions, 1).transpose(1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin, positions = ctx.saved_tensors
-        grad = grad.contiguous()
-        target = torch.empty_like(grad)
-        kernels("triton_latent").turn_queries(grad, target, cos, sin, positions, -1)
-        return target, None, None, None
+        turned_back = _turn_queries(grad.transpose(1, 2).contiguous(), cos, sin, positions, -1)
+        return turned_back.flatten(-2), None, None, None, None
 
 
 class _Keys(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, expanded: Tensor, rope: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, plain: int
+        ctx: Any,
+        expanded: Tensor,
+        rope: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor | None,
+        heads: int,
+        plain: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin, positions)
+        expanded = _cut(expanded, heads)
         wide = expanded.shape[-1] - plain
         key = expanded.new_empty(*expanded.shape[:-1], plain + rope.shape[-1])
         value = expanded.new_empty(*expanded.shape[:-1], wide)
         rope = rope if rope.stride(-1) == 1 and rope.stride(0) == rope.shape[1] * rope.stride(1) else rope.contiguous()
-        kernels("triton_latent").spread_keys(expanded.contiguous(), rope, key, value, cos, sin, positions)
-        return key, value
+        kernels("triton_latent").spread_keys(expanded, rope, key, value, cos, sin, positions)
+        return key.transpose(1, 2), value.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, Tensor, None, None, None, None, None]:
         cos, sin, positions = ctx.saved_tensors
+        grad_key, grad_value = grad_key.transpose(1, 2).contiguous(), grad_value.transpose(1, 2).contiguous()
         turned_width = 2 * cos.shape[1]
         wide, plain = grad_value.shape[-1], grad_key.shape[-1] - turned_width
         expanded = grad_key.new_empty(*grad_key.shape[:-1], plain + wide)
         rope = grad_key.new_empty(*grad_key.shape[:2], turned_width)
-        kernels("triton_latent").gather_keys(
-            grad_key.contiguous(), grad_value.contiguous(), expanded, rope, cos, sin, positions
-        )
-        return expanded, rope, None, None, None, None
+        kernels("triton_latent").gather_keys(grad_key, grad_value, expanded, rope, cos, sin, positions)
+        return expanded.flatten(-2), rope, None, None, None, None, None
