@@ -57,12 +57,12 @@ def test_latent_heads(packed, dtype):
     config = ModelConfig(hidden=64, heads=3, kv_rank=32, nope_dim=24, rope_dim=16, value_dim=40, max_seq=64)
     rotary = Rotary(config).to(DEVICE)
     attention = LatentAttention(config, rotary)
-    queries, expanded = leaf(2, 33, 3 * 40, dtype=dtype), leaf(2, 33, 3 * 64, dtype=dtype)
-    latent = leaf(2, 33, 48, dtype=dtype)
+    queries, expanded = leaf(66, 3 * 40, dtype=dtype), leaf(66, 3 * 64, dtype=dtype)
+    latent = leaf(66, 48, dtype=dtype)
     positions = torch.randint(64, (2, 33), device=DEVICE) if packed else None
     results = []
     for make in (turned, attention._turned):
-        outputs = make(rotary, positions, queries, expanded, latent[..., 32:], 3)
+        outputs = make(rotary, positions, queries, expanded, latent[..., 32:], (2, 33, 3))
         grads = [torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(dtype) for out in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, (queries, expanded, latent), grads)])
     for found, expected in zip(*results, strict=True):

@@ -61,14 +61,14 @@ def test_heads_are_those_without_the_kernels(packed: bool, monkeypatch: pytest.M
     rotary = Rotary(CONFIG)
     attention = LatentAttention(CONFIG, rotary)
     leaves = [
-        torch.randn(2, 7, width, dtype=torch.float64, requires_grad=True)
+        torch.randn(14, width, dtype=torch.float64, requires_grad=True)
         for width in (HEADS * (NOPE + ROPE), HEADS * (NOPE + VALUE), 8 + ROPE)
     ]
     queries, expanded, latent = leaves
     positions = torch.randint(16, (2, 7)) if packed else None
     results = []
     for make in (turned, attention._turned):
-        outputs = make(rotary, positions, queries, expanded, latent[..., 8:], HEADS)
+        outputs = make(rotary, positions, queries, expanded, latent[..., 8:], (2, 7, HEADS))
         assert [tuple(out.shape) for out in outputs] == [(2, HEADS, 7, d) for d in (NOPE + ROPE, NOPE + ROPE, VALUE)]
         grads = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out) for out in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])

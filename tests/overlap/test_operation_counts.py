@@ -105,19 +105,19 @@ def found() -> Found:
 
 
 COUNTS = {
-    "N 0 attn": (43, 32),
+    "N 0 attn": (38, 31),
     "N 0 dispatch": (0, 2),
     "N 0 experts": (4, 2),
     "N 0 combine": (0, 1),
     "N 0 post": (3, 3),
-    "R 0 attn": (29, 33),
+    "R 0 attn": (24, 32),
     "R 0 dispatch": (0, 2),
     "R 0 experts": (4, 5),
     "B 0 post": (1, 1),
     "B 0 combine": (0, 0),
     "B 0 experts": (9, 9),
     "B 0 dispatch": (0, 0),
-    "B 0 attn": (53, 33),
+    "B 0 attn": (48, 22),
 }
 """Operations that launch or allocate, and views."""
 
