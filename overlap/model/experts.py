@@ -58,11 +58,11 @@ class GroupedExperts(Sliced):
         Args:
             rows: [N, C], sorted by expert; N may be 0.
             probs: [N], float32 or wider.
-            routing: Its counts delimit the experts that are held.
+            routing: Its ends delimit the experts that are held.
 
         Returns:
             [N, C] of rows' type.
         """
-        inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
+        inner = grouped_linear(rows, self.gate_up, routing.ends, covers=routing.covers)
         weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
-        return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)
+        return grouped_linear(weighted, self.down, routing.ends, covers=routing.covers)

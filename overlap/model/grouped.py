@@ -1,13 +1,13 @@
 """Grouped matrix products: one matrix per expert, over rows sorted by expert.
 
 Custom operators, because the sizes of the groups are data while the sizes of the results are not: fake tensors pass
-through and only the kernel itself looks at the counts.
+through and only the kernel itself looks at where they end.
 Legend: N rows, E experts, I and O inner and outer width.
 """
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,102 +25,102 @@ _TILE = 256
 """Columns that a piece is a multiple of, so that the kernel's tiles are full."""
 
 
-def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
+def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, covers: bool) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
     Args:
         x: [N, I], sorted by expert.
         weight: [E, I, O], of x's type; any strides.
-        counts: [E] int64, rows per expert.
-        covers: Whether the counts sum to N; if not, the rows behind them belong to no expert.
+        ends: [E] int32, where each expert's rows end: the sums of the rows per expert, as the device kernel takes them.
+        covers: Whether the last one is N; if not, the rows behind it belong to no expert.
 
     Returns:
         [N, O]; zeros in the rows of no expert.
 
     Raises:
-        ValueError: The counts do not sum to N, or exceed it (checked where they are on the host).
+        ValueError: The ends fall, do not reach N, or exceed it (checked where the host has to read them).
     """
     work = _grouped_mm if _direct(x) else _grouped_mm_op
-    product: Tensor = work(x, weight, counts, covers)
+    product: Tensor = work(x, weight, ends, covers)
     return product
 
 
-def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
+def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, covers: bool) -> Tensor:
     if _device_kernel(x, weight.shape[1], weight.shape[2]):
-        out = F.grouped_mm(x, weight, offs=_ends(counts))
+        out = F.grouped_mm(x, weight, offs=ends)
         if covers:
             return out
         rows = torch.arange(x.shape[0], device=x.device).unsqueeze(-1)
-        return out.masked_fill_(rows >= counts.sum(), 0)
+        return out.masked_fill_(rows >= ends[-1], 0)
     out = x.new_empty(x.shape[0], weight.shape[2])
-    spans = _spans(counts, x.shape[0], covers)
+    spans = _spans(ends, x.shape[0], covers)
     for expert, (start, end) in enumerate(spans):
         torch.mm(x[start:end], weight[expert], out=out[start:end])
     out[spans[-1][1] :] = 0
     return out
 
 
-def grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
+def grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Tensor:
     """Gradient of grouped_mm's weight: x^T grad over the rows of each expert, exact zeros where it has none.
 
     Args:
         x: [N, I], sorted by expert.
         grad: [N, O].
-        counts: [E] int64.
+        ends: [E] int32, as for grouped_mm.
         covers: As for grouped_mm.
 
     Returns:
         [E, I, O].
 
     Raises:
-        ValueError: The counts do not sum to N (checked where they are on the host).
+        ValueError: As for grouped_mm.
     """
     work = _grouped_mm_wgrad if _direct(x) else _grouped_mm_wgrad_op
-    gradient: Tensor = work(x, grad, counts, covers)
+    gradient: Tensor = work(x, grad, ends, covers)
     return gradient
 
 
-def _grouped_mm_wgrad(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
+def _grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Tensor:
     if _own_wgrad(x):
-        out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
-        kernels("triton_grouped").write(out, x, grad, _ends(counts))
+        out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+        kernels("triton_grouped").write(out, x, grad, ends)
         return out
     if _device_kernel(x, x.shape[1], grad.shape[1]):
-        return F.grouped_mm(x.t(), grad, offs=_ends(counts))
-    out = x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
-    for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
+        return F.grouped_mm(x.t(), grad, offs=ends)
+    out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
+    for expert, (start, end) in enumerate(_spans(ends, x.shape[0], covers)):
         torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
     return out
 
 
-def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> None:
     """Add the gradient of grouped_mm's weight to `into`, never whole: it can exceed a layer's activations.
 
     The bits are those of `into += grouped_mm_wgrad(...)`. A kernel of our own adds tile by tile and allocates nothing.
-    Torch's adds some columns of all experts at a time, and needs no counts on the host; elsewhere an expert at a time.
+    Torch's adds some columns of all experts at a time, and needs no sizes on the host; elsewhere an expert at a time.
 
     Args:
         into: [E, I, O], of x's type or wider.
         x: [N, I], sorted by expert.
         grad: [N, O].
-        counts: [E] int64.
+        ends: [E] int32, as for grouped_mm.
         covers: As for grouped_mm.
 
     Raises:
-        ValueError: The counts do not sum to N (checked where they are on the host).
+        ValueError: As for grouped_mm.
     """
     work = _grouped_mm_wgrad_add if _direct(x) else _grouped_mm_wgrad_add_op
-    work(into, x, grad, counts, covers)
+    work(into, x, grad, ends, covers)
 
 
-def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> None:
     if _own_wgrad(x) and fused(into):
-        kernels("triton_grouped").add(into, x, grad, _ends(counts))
+        kernels("triton_grouped").add(into, x, grad, ends)
         return
     if _device_kernel(x, x.shape[1], grad.shape[1]):
-        _add_in_pieces(into, x, grad, _ends(counts))
+        _add_in_pieces(into, x, grad, ends)
         return
-    for expert, (start, end) in enumerate(_spans(counts, x.shape[0], covers)):
+    for expert, (start, end) in enumerate(_spans(ends, x.shape[0], covers)):
         into[expert] += torch.mm(x[start:end].t(), grad[start:end])
 
 
@@ -154,17 +154,17 @@ _grouped_mm_wgrad_add_op = torch.library.custom_op(
 
 
 @_grouped_mm_op.register_fake
-def _(x: Tensor, weight: Tensor, counts: Tensor, covers: bool) -> Tensor:
+def _(x: Tensor, weight: Tensor, ends: Tensor, covers: bool) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
 @_grouped_mm_wgrad_op.register_fake
-def _(x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> Tensor:
-    return x.new_empty(counts.shape[0], x.shape[1], grad.shape[1])
+def _(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
 
 
 @_grouped_mm_wgrad_add_op.register_fake
-def _(into: Tensor, x: Tensor, grad: Tensor, counts: Tensor, covers: bool) -> None:
+def _(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> None:
     return None
 
 
@@ -189,12 +189,9 @@ def _device_kernel(x: Tensor, *widths: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned and x.shape[0] > 0
 
 
-def _ends(counts: Tensor) -> Tensor:
-    return counts.cumsum(0, dtype=torch.int32)
-
-
-def _spans(counts: Tensor, rows: int, covers: bool) -> list[tuple[int, int]]:
-    ends = list(accumulate(counts.tolist(), initial=0))
-    if ends[-1] > rows or (covers and ends[-1] != rows):
-        raise ValueError(f"grouped product: counts sum to {ends[-1]} for {rows} rows")
-    return list(pairwise(ends))
+def _spans(ends: Tensor, rows: int, covers: bool) -> list[tuple[int, int]]:
+    spans = list(pairwise([0, *ends.tolist()]))
+    last = spans[-1][1]
+    if last > rows or (covers and last != rows) or any(start > end for start, end in spans):
+        raise ValueError(f"grouped product: rows of experts end at {ends.tolist()}, for {rows} rows")
+    return spans

@@ -19,7 +19,7 @@ from overlap.model.custom import apply
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
     """Copy each token once per chosen expert, in expert order: [T, C] -> [N, C]."""
-    return apply(_Permute, tokens, routing, routing.topk)
+    return apply(_Permute, tokens, routing.token, routing.inverse, routing.topk, routing.capacity is not None)
 
 
 def unpermute(rows: Tensor, routing: Routing) -> Tensor:
@@ -29,12 +29,12 @@ def unpermute(rows: Tensor, routing: Routing) -> Tensor:
 
 def reorder(weights: Tensor, routing: Routing) -> Tensor:
     """Bring one value per copy into expert order: [T, k] -> [N]."""
-    return apply(_Permute, weights.flatten(), routing, 1)
+    return apply(_Permute, weights.flatten(), routing.source, routing.inverse, 1, routing.capacity is not None)
 
 
 def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
     """Gradient of unpermute()'s rows: [T, C] -> [N, C]."""
-    return _spread(grad, routing.source, routing.topk, routing.capacity is not None)
+    return _select(grad, routing.token, routing.capacity is not None)
 
 
 def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -44,30 +44,30 @@ def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routing: Routing, topk: int) -> Tensor:
-        ctx.save_for_backward(routing.inverse)
-        ctx.topk, ctx.gaps = topk, routing.capacity is not None
-        return _spread(tokens, routing.source, topk, ctx.gaps)
+    def forward(ctx: Any, tokens: Tensor, held: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.topk, ctx.gaps = topk, gaps
+        return _select(tokens, held, gaps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse, ctx.topk, ctx.gaps), None, None
+        return _gather(grad, inverse, ctx.topk, ctx.gaps), None, None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
-        ctx.save_for_backward(routing.source)
-        ctx.topk, ctx.gaps = routing.topk, routing.capacity is not None
-        return _gather(rows, routing.inverse, ctx.topk, ctx.gaps)
+        ctx.save_for_backward(routing.token)
+        ctx.gaps = routing.capacity is not None
+        return _gather(rows, routing.inverse, routing.topk, ctx.gaps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (source,) = ctx.saved_tensors
-        return _spread(grad, source, ctx.topk, ctx.gaps), None
+        (token,) = ctx.saved_tensors
+        return _select(grad, token, ctx.gaps), None
 
 
 class _Take(torch.autograd.Function):
@@ -81,10 +81,6 @@ class _Take(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
-
-
-def _spread(tokens: Tensor, source: Tensor, topk: int, gaps: bool) -> Tensor:
-    return _select(tokens, source // topk if topk > 1 else source, gaps)
 
 
 def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:

@@ -19,6 +19,10 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
 
 
+def ends_of(sizes: Tensor) -> Tensor:
+    return sizes.cumsum(0, dtype=torch.int32)
+
+
 def product(x: Tensor, grad: Tensor, counts: list[int]) -> Tensor:
     """In float64, expert by expert."""
     spans = zip(x[: sum(counts)].double().split(counts), grad[: sum(counts)].double().split(counts), strict=True)
@@ -33,8 +37,8 @@ def test_weight_gradients_are_right(counts, inner, outer, behind):
     rows = sum(counts)
     x, grad, sizes = draw(rows + behind, inner), draw(rows + behind, outer), torch.tensor(counts, device=DEVICE)
     x[rows:], grad[rows:] = float("nan"), float("inf")
-    first = grouped.grouped_mm_wgrad(x, grad, sizes, behind == 0)
-    again = grouped.grouped_mm_wgrad(x, grad, sizes, behind == 0)
+    first = grouped.grouped_mm_wgrad(x, grad, ends_of(sizes), behind == 0)
+    again = grouped.grouped_mm_wgrad(x, grad, ends_of(sizes), behind == 0)
     expected = product(x, grad, counts)
     assert (first.double() - expected).norm() <= 4e-3 * expected.norm()
     assert not first[sizes == 0].any(), "exact zeros"
@@ -51,10 +55,10 @@ def test_added_has_the_bits_of_the_whole_added(inner, outer, counts, dtype, own,
     x, grad, into = draw(sum(counts), inner), draw(sum(counts), outer), draw(4, inner, outer, dtype=dtype)
     into[:, 0] = -0.0
     sizes = torch.tensor(counts, device=DEVICE)
-    whole = grouped.grouped_mm_wgrad(x, grad, sizes, True)
+    whole = grouped.grouped_mm_wgrad(x, grad, ends_of(sizes), True)
     expected = into.clone()
     expected += whole
-    grouped.grouped_mm_wgrad_add(into, x, grad, sizes, True)
+    grouped.grouped_mm_wgrad_add(into, x, grad, ends_of(sizes), True)
     assert torch.equal(into, expected)
     assert torch.equal(into.signbit(), expected.signbit()), "a zero added to -0.0 gives 0.0 both ways"
 
@@ -65,21 +69,21 @@ def test_added_where_strides_are_others(dtype):
     x, grad = draw(256, 312).t(), draw(312, 2 * 384)[:, ::2]
     into = draw(384, 3, 256, dtype=dtype).permute(1, 2, 0)
     sizes = torch.tensor(counts, device=DEVICE)
-    whole = grouped.grouped_mm_wgrad(x, grad, sizes, True)
-    assert torch.equal(whole, grouped.grouped_mm_wgrad(x.contiguous(), grad.contiguous(), sizes, True))
+    whole = grouped.grouped_mm_wgrad(x, grad, ends_of(sizes), True)
+    assert torch.equal(whole, grouped.grouped_mm_wgrad(x.contiguous(), grad.contiguous(), ends_of(sizes), True))
     expected = into + whole
-    grouped.grouped_mm_wgrad_add(into, x, grad, sizes, True)
+    grouped.grouped_mm_wgrad_add(into, x, grad, ends_of(sizes), True)
     assert torch.equal(into, expected)
 
 
 def test_adding_allocates_next_to_nothing():
     x, grad, into = draw(512, 256), draw(512, 1408), draw(4, 256, 1408)
     sizes = torch.tensor([100, 0, 412, 0], device=DEVICE)
-    grouped.grouped_mm_wgrad_add(into, x, grad, sizes, True)
+    grouped.grouped_mm_wgrad_add(into, x, grad, ends_of(sizes), True)
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    grouped.grouped_mm_wgrad_add(into, x, grad, sizes, True)
+    grouped.grouped_mm_wgrad_add(into, x, grad, ends_of(sizes), True)
     assert torch.cuda.max_memory_allocated() - before <= 64 * 1024, "the ends, and what a prefix sum needs"
     assert grouped.piece_bytes(into, x, device=True) == 0
 

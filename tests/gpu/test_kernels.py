@@ -10,6 +10,7 @@ from overlap.model import ModelConfig
 from overlap.model.attention import LatentAttention
 from overlap.model.fused import fused
 from overlap.model.latent_heads import turned
+from overlap.model.logits import wide_logits
 from overlap.model.rope import Rotary
 from overlap.model.router import Router
 
@@ -56,12 +57,12 @@ def test_latent_heads(packed, dtype):
     config = ModelConfig(hidden=64, heads=3, kv_rank=32, nope_dim=24, rope_dim=16, value_dim=40, max_seq=64)
     rotary = Rotary(config).to(DEVICE)
     attention = LatentAttention(config, rotary)
-    queries, expanded = leaf(2, 33, 3 * 40, dtype=dtype), leaf(2, 33, 3 * 64, dtype=dtype)
-    latent = leaf(2, 33, 48, dtype=dtype)
+    queries, expanded = leaf(66, 3 * 40, dtype=dtype), leaf(66, 3 * 64, dtype=dtype)
+    latent = leaf(66, 48, dtype=dtype)
     positions = torch.randint(64, (2, 33), device=DEVICE) if packed else None
     results = []
     for make in (turned, attention._turned):
-        outputs = make(rotary, positions, queries, expanded, latent[..., 32:], 3)
+        outputs = make(rotary, positions, queries, expanded, latent[..., 32:], (2, 33, 3))
         grads = [torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(dtype) for out in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, (queries, expanded, latent), grads)])
     for found, expected in zip(*results, strict=True):
@@ -69,7 +70,17 @@ def test_latent_heads(packed, dtype):
 
 
 @pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"score": "softmax", "topk": 3}, {"topk": 1}, {"route_scale": 2.5}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"score": "softmax", "topk": 3},
+        {"topk": 1},
+        {"route_scale": 2.5},
+        {"per_token_loss": True, "aux_coefficient": 0.5, "z_coefficient": 0.25},
+        {"aux_coefficient": 0.0, "z_coefficient": 0.25},
+    ],
+)
 def test_router(settings, padded, monkeypatch):
     config = ModelConfig(**{"hidden": 64, "experts": 12, "topk": 4, **settings})
     router = Router(config).to(DEVICE)
@@ -85,3 +96,18 @@ def test_router(settings, padded, monkeypatch):
         results.append([*outputs, *grads, routed.routing.source.float()])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_narrow_tensors():
+    """One product of bfloat16 factors is as good as a product of their casts."""
+    x, weight = leaf(50, 64, dtype=torch.bfloat16), leaf(12, 64, dtype=torch.bfloat16)
+    found = wide_logits(x, weight)
+    assert found.dtype is torch.float32
+    torch.testing.assert_close(found, x.float() @ weight.float().t(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(found, wide_logits(x.detach(), weight.detach())), "with and without a graph"
+    with torch.autocast("cuda", torch.bfloat16):
+        assert torch.equal(found, wide_logits(x, weight))
+    grad = torch.linspace(-1, 1, found.numel(), device=DEVICE).view_as(found)
+    grads = torch.autograd.grad(found, (x, weight), grad)
+    for one, expected in zip(grads, (grad @ weight.float(), grad.t() @ x.float()), strict=True):
+        assert torch.equal(one, expected.bfloat16())

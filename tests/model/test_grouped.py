@@ -19,15 +19,16 @@ from recompute import RecomputeConfig
 @pytest.mark.parametrize(("counts", "covers"), [([3, 0, 4], True), ([2, 1, 0], False)])
 def test_added_has_the_bits_of_the_whole_added(counts: list[int], covers: bool, dtype: torch.dtype) -> None:
     x, grad, into = torch.randn(7, 8, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.randn(3, 8, 4, dtype=dtype)
-    sizes = torch.tensor(counts)
-    expected = into + grouped_mm_wgrad(x, grad, sizes, covers)
-    grouped_mm_wgrad_add(into, x, grad, sizes, covers)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    expected = into + grouped_mm_wgrad(x, grad, ends, covers)
+    grouped_mm_wgrad_add(into, x, grad, ends, covers)
     assert torch.equal(into, expected)
 
 
-def test_counts_are_checked() -> None:
-    with pytest.raises(ValueError, match="sum to 3 for 4 rows"):
-        grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), torch.tensor([1, 2]), True)
+def test_ends_are_checked() -> None:
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"end at \[1, 3\], for 4 rows"):
+        grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), ends, True)
 
 
 @pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 768), (1, 96 * 2**20), (2**30, 256)])
