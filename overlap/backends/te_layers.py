@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from overlap.backends.te_grouped import Fp8GroupedProduct
+from overlap.backends.te_linear import Fp8Product
 from overlap.backends.te_products import GroupedProduct, Product
 from overlap.backends.te_scaling import make_state
 from overlap.dispatch import Arrival, Routing
@@ -22,6 +24,8 @@ from overlap.model.init import Sliced
 from overlap.model.row_padding import make_padding
 from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
+
+_PRODUCTS = (Product, GroupedProduct, Fp8Product, Fp8GroupedProduct)
 
 
 class TELayer(nn.Module):
@@ -42,7 +46,7 @@ class TELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the products out."""
-        return {name: value for name, value in self.__dict__.items() if not isinstance(value, Product | GroupedProduct)}
+        return {name: value for name, value in self.__dict__.items() if type(value) not in _PRODUCTS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
@@ -59,19 +63,22 @@ class TELinear(TELayer):
 
     Args:
         weight: Its parameter, [O, I].
-        recipe: Transformer Engine's recipe, or None.
+        recipe: Transformer Engine's recipe, or None (with its modules).
+        modules: By its modules, not by its kernels.
     """
 
-    def __init__(self, weight: nn.Parameter, recipe: Any) -> None:
+    def __init__(self, weight: nn.Parameter, recipe: Any, modules: bool) -> None:
         super().__init__()
         self.weight = weight
         self.recipe = recipe
+        self.by_modules = modules
         self.scaling = make_state(recipe, 1, weight.device)
         self.bind()
 
     def bind(self) -> None:
         """Make the product."""
-        self._product = Product(self.weight, self.recipe, self.scaling)
+        make = Product if self.by_modules else Fp8Product
+        self._product = make(self.weight, self.recipe, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
@@ -86,26 +93,36 @@ class TEExperts(TELayer, Sliced):
         held: Those whose weights are here; E of them.
         gate_up: [E, 2*W, C].
         down: [E, C, W].
-        recipe: Transformer Engine's recipe, or None.
+        recipe: Transformer Engine's recipe, or None (with its modules).
         multiple: What the rows of an expert are padded to a multiple of.
+        modules: By its modules, not by its kernels.
     """
 
     def __init__(
-        self, whole: int, held: range, gate_up: nn.Parameter, down: nn.Parameter, recipe: Any, multiple: int
+        self,
+        whole: int,
+        held: range,
+        gate_up: nn.Parameter,
+        down: nn.Parameter,
+        recipe: Any,
+        multiple: int,
+        modules: bool,
     ) -> None:
         super().__init__(whole, held)
         self.gate_up = gate_up
         self.down = down
         self.recipe = recipe
         self.multiple = multiple
+        self.by_modules = modules
         self.gate_up_scaling = make_state(recipe, len(gate_up), gate_up.device)
         self.down_scaling = make_state(recipe, len(down), down.device)
         self.bind()
 
     def bind(self) -> None:
         """Make both products."""
-        self._first = GroupedProduct(self.gate_up, self.recipe, self.gate_up_scaling)
-        self._second = GroupedProduct(self.down, self.recipe, self.down_scaling)
+        make = GroupedProduct if self.by_modules else Fp8GroupedProduct
+        self._first = make(self.gate_up, self.recipe, self.gate_up_scaling)
+        self._second = make(self.down, self.recipe, self.down_scaling)
 
     def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
@@ -131,11 +148,11 @@ def host_counts(counts: Tensor) -> list[int]:
     return known
 
 
-def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int) -> TEExperts:
+def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int, modules: bool) -> TEExperts:
     """The same experts: [E, I, O] -> [E, O, I], each matrix contiguous."""
     with torch.no_grad():
         gate_up, down = (
             nn.Parameter(weight.transpose(1, 2).contiguous(), requires_grad=weight.requires_grad)
             for weight in (experts.gate_up, experts.down)
         )
-    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple)
+    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple, modules)

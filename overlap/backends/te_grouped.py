@@ -1,0 +1,223 @@
+"""One product per expert over rows sorted by expert, in 8 bits, by Transformer Engine's kernels.
+
+Experts are taken a few at a time: what is cast for them (weights, rows of the output gradient) is let go before the
+next, and a weight gradient is added to `.grad` as soon as theirs is there. See te_linear for what is kept.
+Legend: P rows sorted by expert, E experts, I and O inner and outer width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from overlap.backends.te_casts import (
+    FORWARD,
+    INPUT_GRADIENT,
+    WEIGHT_GRADIENT,
+    Casts,
+    cast_split,
+    cast_weights,
+    flat,
+    keep_columns,
+    make_casts,
+    multiply_each,
+)
+from overlap.model.custom import apply
+from overlap.model.linear import LateWeight, autocast_like, gradient_of_weight, graph_inputs, keep_weight
+
+_Operands = Callable[[], tuple[list[Any], list[Any]]]
+"""Inputs and output gradients of a piece, cast when they are asked for."""
+_PIECE_BYTES = 48 * 2**20
+"""Most bytes of weights that are taken at a time."""
+
+
+class Fp8GroupedProduct:
+    """x weight^T per expert.
+
+    Args:
+        weight: [E, O, I]; tells experts and device.
+        recipe: Transformer Engine's recipe.
+        states: What te_scaling.make_state() gave for it.
+    """
+
+    def __init__(self, weight: Tensor, recipe: Any, states: nn.ModuleList) -> None:
+        self._casts = make_casts(recipe, states, len(weight), weight.device)
+
+    def __call__(self, weight: Tensor, x: Tensor, splits: Sequence[int]) -> Tensor:
+        """[P, I] -> [P, O], `splits` [E] rows per expert on the host."""
+        return apply(_Grouped, x, *graph_inputs(x, weight), self._casts, tuple(splits))
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Experts that are taken together."""
+
+    experts: slice
+    rows: slice
+    splits: tuple[int, ...]
+
+    @property
+    def idle(self) -> bool:
+        """Whether none has a row."""
+        return sum(self.splits) == 0
+
+
+def pieces(weight: Tensor, splits: Sequence[int], most_bytes: int) -> list[Piece]:
+    """Cut experts [E, ...] into pieces of at most `most_bytes` of weights, of one expert at least."""
+    step = max(most_bytes // max(weight[0].numel() * weight.element_size(), 1), 1)
+    result, row = [], 0
+    for first in range(0, len(splits), step):
+        part = tuple(splits[first : first + step])
+        result.append(Piece(slice(first, first + len(part)), slice(row, row + sum(part)), part))
+        row += sum(part)
+    return result
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        late: LateWeight | None,
+        anchor: Tensor | None,
+        casts: Casts,
+        splits: tuple[int, ...],
+    ) -> Tensor:
+        x = autocast_like(x).contiguous()
+        keeps = ctx.needs_input_grad[1] or late is not None
+        out = x.new_empty(x.shape[0], weight.shape[1])
+        kept: list[Any] = []
+        for piece in _busy(weight, splits):
+            kept += _forward_piece(x, weight, out, casts, piece, keeps)
+        plain, ctx.restore = flat(kept)
+        ctx.save_for_backward(weight, *plain)
+        ctx.casts, ctx.splits = casts, splits
+        keep_weight(ctx, weight, late)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        weight, *plain = ctx.saved_tensors
+        grad = grad.contiguous()
+        grad_x = _input_gradient(weight, grad, ctx.casts, ctx.splits) if ctx.needs_input_grad[0] else None
+        if not ctx.needs_input_grad[1] and not ctx.late:
+            return grad_x, None, None, None, None, None
+        tensors: tuple[Any, ...]
+        if ctx.late:
+            casts, busy = ctx.casts, _busy(weight, ctx.splits)
+            read = [one for piece in busy for one in _cast(grad, casts.gradients, piece, casts, columns=True)]
+            tensors, restore = flat([*ctx.restore(*plain), *read])
+        else:
+            tensors, restore = (grad, *plain), ctx.restore
+        job = _WeightGradient(
+            casts=ctx.casts, splits=ctx.splits, weight=weight.detach(), dtype=grad.dtype, restore=restore,
+            is_cast=ctx.late,
+        )  # fmt: skip
+        gradient = gradient_of_weight(ctx, job.compute, *tensors, add=job.add)
+        return grad_x, gradient, None, None, None, None
+
+
+def _forward_piece(x: Tensor, weight: Tensor, out: Tensor, casts: Casts, piece: Piece, keeps: bool) -> list[Any]:
+    """Fill the piece's rows; returns what is kept of its inputs.
+
+    A function of its own, as for the other pieces: its locals are gone before the next piece is cast.
+    """
+    read = _cast(x, casts.inputs, piece, casts, rows=True, columns=keeps)
+    made = cast_weights(weight[piece.experts], casts.weights[piece.experts], columns=False)
+    multiply_each(made, read, [out[piece.rows]], piece.splits, FORWARD, accurate=casts.accurate_forward)
+    if not keeps:
+        return []
+    keep_columns(read)
+    return read
+
+
+def _busy(weight: Tensor, splits: Sequence[int]) -> list[Piece]:
+    return [piece for piece in pieces(weight, splits, _PIECE_BYTES) if not piece.idle]
+
+
+def _cast(
+    x: Tensor, quantizers: tuple[Any, ...], piece: Piece, casts: Casts, *, rows: bool = False, columns: bool = False
+) -> list[Any]:
+    return cast_split(
+        x[piece.rows], piece.splits, quantizers[piece.experts], rows=rows, columns=columns, from_rows=casts.from_rows
+    )
+
+
+def _input_gradient(weight: Tensor, grad: Tensor, casts: Casts, splits: tuple[int, ...]) -> Tensor:
+    """[P, O] -> [P, I]."""
+    result = grad.new_empty(grad.shape[0], weight.shape[2])
+    for piece in _busy(weight, splits):
+        _input_gradient_piece(weight, grad, result, casts, piece)
+    return result
+
+
+def _input_gradient_piece(weight: Tensor, grad: Tensor, out: Tensor, casts: Casts, piece: Piece) -> None:
+    read = _cast(grad, casts.gradients, piece, casts, rows=True)
+    made = cast_weights(weight[piece.experts], casts.weights[piece.experts], columns=True)
+    multiply_each(made, read, [out[piece.rows]], piece.splits, INPUT_GRADIENT)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WeightGradient:
+    """The weight gradient of a call, now or later.
+
+    Its tensors are the quantised inputs and gradients (`is_cast`), or the gradient as it is and the quantised inputs:
+    what waits for its slot takes half as much in 8 bits, what is computed at once is cast a piece at a time.
+    """
+
+    casts: Casts
+    splits: tuple[int, ...]
+    weight: Tensor
+    dtype: torch.dtype
+    restore: Callable[..., list[Any]]
+    is_cast: bool
+
+    def compute(self, *plain: Any, dtype: torch.dtype) -> Tensor:
+        """[E, O, I], zeros for experts without rows."""
+        out = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
+        for piece, operands in self._operands(plain):
+            self._fill(out[piece.experts], piece, *operands())
+        return out.to(dtype)
+
+    def add(self, into: Tensor, *plain: Any) -> None:
+        """Add it to [E, O, I] a piece at a time."""
+        for piece, operands in self._operands(plain):
+            self._add_piece(into[piece.experts], piece, operands)
+
+    def _add_piece(self, into: Tensor, piece: Piece, operands: _Operands) -> None:
+        out = torch.empty(into.shape, dtype=self.dtype, device=into.device)
+        self._fill(out, piece, *operands())
+        into += out.to(into.dtype)
+
+    def _operands(self, plain: Sequence[Any]) -> Iterator[tuple[Piece, _Operands]]:
+        whole = self.restore(*plain) if self.is_cast else self.restore(*plain[1:])
+        place, gradients = 0, len(whole) // 2
+        for piece in pieces(self.weight, self.splits, _PIECE_BYTES):
+            count = 0 if piece.idle else len(piece.splits)
+            xs = whole[place : place + count]
+            waiting = whole[gradients + place : gradients + place + count] if self.is_cast else []
+            yield piece, partial(self._operands_of, piece, plain[0] if plain else None, xs, waiting)
+            place += count
+
+    def _operands_of(self, piece: Piece, grad: Any, xs: list[Any], waiting: list[Any]) -> tuple[list[Any], list[Any]]:
+        if self.is_cast or piece.idle:
+            return xs, waiting
+        return xs, _cast(grad, self.casts.gradients, piece, self.casts, columns=True)
+
+    def _fill(self, out: Tensor, piece: Piece, xs: list[Any], grads: list[Any]) -> None:
+        if piece.idle:
+            out.zero_()
+            return
+        matrices = list(out.unbind(0))
+        for matrix, rows in zip(matrices, piece.splits, strict=True):
+            if rows == 0:
+                matrix.zero_()
+        multiply_each(xs, grads, matrices, piece.splits, WEIGHT_GRADIENT)
