@@ -84,23 +84,31 @@ def cast(x: Tensor, quantizer: Any, *, rows: bool, columns: bool, from_rows: boo
 
 
 def cast_split(
-    x: Tensor, splits: Sequence[int], quantizers: Sequence[Any], *, rows: bool, columns: bool, from_rows: bool
+    x: Tensor,
+    splits: Sequence[int],
+    quantizers: Sequence[Any],
+    *,
+    rows: bool,
+    columns: bool,
+    from_rows: bool,
+    together: bool = True,
 ) -> list[Any]:
-    """cast() of the parts of [N, I], `splits` rows each, by one call."""
+    """cast() of the parts of [N, I], `splits` rows each, by one call; `together`: in one allocation."""
     for quantizer in quantizers:
         quantizer.set_usage(rowwise=rows or from_rows, columnwise=columns)
-    results = list(tex.split_quantize(x, list(splits), list(quantizers)))
+    results = list(tex.split_quantize(x, list(splits), list(quantizers), disable_bulk_allocation=not together))
     if from_rows and not rows:
         keep_columns(results)
     return results
 
 
 def cast_weights(weights: Tensor, quantizers: Sequence[Any], *, columns: bool) -> list[Any]:
-    """Quantise matrices [E, O, I] in rows, or with `columns` in columns, which are made beside rows one by one."""
-    results = []
-    for matrix, quantizer in zip(weights.detach().unbind(0), quantizers, strict=True):
-        results.append(cast(matrix, quantizer, rows=not columns, columns=columns, from_rows=True))
-    return results
+    """Quantise matrices [E, O, I], in rows or in columns; columns are made beside rows."""
+    experts, outer, inner = weights.shape
+    return cast_split(
+        weights.detach().reshape(-1, inner), [outer] * experts, quantizers, rows=not columns, columns=columns,
+        from_rows=True, together=False,
+    )  # fmt: skip
 
 
 def keep_columns(tensors: Sequence[Any]) -> None:

@@ -33,8 +33,10 @@ from overlap.model.linear import LateWeight, autocast_like, gradient_of_weight, 
 
 _Operands = Callable[[], tuple[list[Any], list[Any]]]
 """Inputs and output gradients of a piece, cast when they are asked for."""
-_PIECE_BYTES = 48 * 2**20
-"""Most bytes of weights that are taken at a time."""
+_FORWARD_BYTES = 128 * 2**20
+"""Most bytes of weights that are taken at a time; their rows take half as many."""
+_BACKWARD_BYTES = 64 * 2**20
+"""The same in backward, where columns are made beside rows, and a weight gradient is as large as the weights."""
 
 
 class Fp8GroupedProduct:
@@ -60,12 +62,11 @@ class Piece:
 
     experts: slice
     rows: slice
+    """Of all of them."""
+    busy: tuple[int, ...]
+    """Those that have rows, counted from the piece's first."""
     splits: tuple[int, ...]
-
-    @property
-    def idle(self) -> bool:
-        """Whether none has a row."""
-        return sum(self.splits) == 0
+    """Rows of each of these."""
 
 
 def pieces(weight: Tensor, splits: Sequence[int], most_bytes: int) -> list[Piece]:
@@ -73,9 +74,12 @@ def pieces(weight: Tensor, splits: Sequence[int], most_bytes: int) -> list[Piece
     step = max(most_bytes // max(weight[0].numel() * weight.element_size(), 1), 1)
     result, row = [], 0
     for first in range(0, len(splits), step):
-        part = tuple(splits[first : first + step])
-        result.append(Piece(slice(first, first + len(part)), slice(row, row + sum(part)), part))
-        row += sum(part)
+        part = splits[first : first + step]
+        end = row + sum(part)
+        busy = tuple(place for place, rows in enumerate(part) if rows)
+        counts = tuple(part[place] for place in busy)
+        result.append(Piece(slice(first, first + len(part)), slice(row, end), busy, counts))
+        row = end
     return result
 
 
@@ -94,7 +98,7 @@ class _Grouped(torch.autograd.Function):
         keeps = ctx.needs_input_grad[1] or late is not None
         out = x.new_empty(x.shape[0], weight.shape[1])
         kept: list[Any] = []
-        for piece in _busy(weight, splits):
+        for piece in _busy(weight, splits, _FORWARD_BYTES):
             kept += _forward_piece(x, weight, out, casts, piece, keeps)
         plain, ctx.restore = flat(kept)
         ctx.save_for_backward(weight, *plain)
@@ -112,7 +116,7 @@ class _Grouped(torch.autograd.Function):
             return grad_x, None, None, None, None, None
         tensors: tuple[Any, ...]
         if ctx.late:
-            casts, busy = ctx.casts, _busy(weight, ctx.splits)
+            casts, busy = ctx.casts, _busy(weight, ctx.splits, _BACKWARD_BYTES)
             read = [one for piece in busy for one in _cast(grad, casts.gradients, piece, casts, columns=True)]
             tensors, restore = flat([*ctx.restore(*plain), *read])
         else:
@@ -131,7 +135,7 @@ def _forward_piece(x: Tensor, weight: Tensor, out: Tensor, casts: Casts, piece: 
     A function of its own, as for the other pieces: its locals are gone before the next piece is cast.
     """
     read = _cast(x, casts.inputs, piece, casts, rows=True, columns=keeps)
-    made = cast_weights(weight[piece.experts], casts.weights[piece.experts], columns=False)
+    made = _weights(weight, casts, piece, columns=False)
     multiply_each(made, read, [out[piece.rows]], piece.splits, FORWARD, accurate=casts.accurate_forward)
     if not keeps:
         return []
@@ -139,29 +143,33 @@ def _forward_piece(x: Tensor, weight: Tensor, out: Tensor, casts: Casts, piece: 
     return read
 
 
-def _busy(weight: Tensor, splits: Sequence[int]) -> list[Piece]:
-    return [piece for piece in pieces(weight, splits, _PIECE_BYTES) if not piece.idle]
+def _busy(weight: Tensor, splits: Sequence[int], most_bytes: int) -> list[Piece]:
+    return [piece for piece in pieces(weight, splits, most_bytes) if piece.busy]
+
+
+def _weights(weight: Tensor, casts: Casts, piece: Piece, *, columns: bool) -> list[Any]:
+    made = cast_weights(weight[piece.experts], casts.weights[piece.experts], columns=columns)
+    return [made[place] for place in piece.busy]
 
 
 def _cast(
     x: Tensor, quantizers: tuple[Any, ...], piece: Piece, casts: Casts, *, rows: bool = False, columns: bool = False
 ) -> list[Any]:
-    return cast_split(
-        x[piece.rows], piece.splits, quantizers[piece.experts], rows=rows, columns=columns, from_rows=casts.from_rows
-    )
+    theirs = [quantizers[piece.experts.start + place] for place in piece.busy]
+    return cast_split(x[piece.rows], piece.splits, theirs, rows=rows, columns=columns, from_rows=casts.from_rows)
 
 
 def _input_gradient(weight: Tensor, grad: Tensor, casts: Casts, splits: tuple[int, ...]) -> Tensor:
     """[P, O] -> [P, I]."""
     result = grad.new_empty(grad.shape[0], weight.shape[2])
-    for piece in _busy(weight, splits):
+    for piece in _busy(weight, splits, _BACKWARD_BYTES):
         _input_gradient_piece(weight, grad, result, casts, piece)
     return result
 
 
 def _input_gradient_piece(weight: Tensor, grad: Tensor, out: Tensor, casts: Casts, piece: Piece) -> None:
     read = _cast(grad, casts.gradients, piece, casts, rows=True)
-    made = cast_weights(weight[piece.experts], casts.weights[piece.experts], columns=True)
+    made = _weights(weight, casts, piece, columns=True)
     multiply_each(made, read, [out[piece.rows]], piece.splits, INPUT_GRADIENT)
 
 
@@ -200,24 +208,20 @@ class _WeightGradient:
     def _operands(self, plain: Sequence[Any]) -> Iterator[tuple[Piece, _Operands]]:
         whole = self.restore(*plain) if self.is_cast else self.restore(*plain[1:])
         place, gradients = 0, len(whole) // 2
-        for piece in pieces(self.weight, self.splits, _PIECE_BYTES):
-            count = 0 if piece.idle else len(piece.splits)
+        for piece in pieces(self.weight, self.splits, _BACKWARD_BYTES):
+            count = len(piece.busy)
             xs = whole[place : place + count]
             waiting = whole[gradients + place : gradients + place + count] if self.is_cast else []
             yield piece, partial(self._operands_of, piece, plain[0] if plain else None, xs, waiting)
             place += count
 
     def _operands_of(self, piece: Piece, grad: Any, xs: list[Any], waiting: list[Any]) -> tuple[list[Any], list[Any]]:
-        if self.is_cast or piece.idle:
+        if self.is_cast or not piece.busy:
             return xs, waiting
         return xs, _cast(grad, self.casts.gradients, piece, self.casts, columns=True)
 
     def _fill(self, out: Tensor, piece: Piece, xs: list[Any], grads: list[Any]) -> None:
-        if piece.idle:
+        if len(piece.busy) < len(out):
             out.zero_()
-            return
-        matrices = list(out.unbind(0))
-        for matrix, rows in zip(matrices, piece.splits, strict=True):
-            if rows == 0:
-                matrix.zero_()
-        multiply_each(xs, grads, matrices, piece.splits, WEIGHT_GRADIENT)
+        if piece.busy:
+            multiply_each(xs, grads, [out[place] for place in piece.busy], piece.splits, WEIGHT_GRADIENT)

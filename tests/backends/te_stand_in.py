@@ -100,7 +100,9 @@ class Torch:
         self.most_alive = max(self.most_alive, len(Quantised.alive))
         return result
 
-    def split_quantize(self, x: Tensor, splits: list[int], quantizers: list[Quantizer]) -> list[Quantised]:
+    def split_quantize(
+        self, x: Tensor, splits: list[int], quantizers: list[Quantizer], *, disable_bulk_allocation: bool
+    ) -> list[Quantised]:
         assert x.shape[0] == sum(splits)
         return [self.quantize(*pair) for pair in zip(x.split(splits), quantizers, strict=True)]
 

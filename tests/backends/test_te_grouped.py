@@ -91,7 +91,8 @@ def test_grouped(engine, kind, splits, monkeypatch):
     pairs = zip(seed.split(splits), x.split(splits), strict=True)
     want_weight = torch.stack([grid(grad, 8).t() @ grid(rows, 8) for grad, rows in pairs])
     for piece in (1, 2 * weight[0].nbytes, 2**30):
-        monkeypatch.setattr(module, "_PIECE_BYTES", piece)
+        monkeypatch.setattr(module, "_BACKWARD_BYTES", piece)
+        monkeypatch.setattr(module, "_FORWARD_BYTES", 2 * weight[0].nbytes)
         for how in ("now", "late", "in place"):
             y, _, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
             assert torch.equal(y, torch.cat([part for part, _ in parts]))
@@ -134,7 +135,8 @@ def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
     tex, load = engine
     module = load("te_grouped")
     weight = nn.Parameter(torch.randn(4, 6, 5))
-    monkeypatch.setattr(module, "_PIECE_BYTES", experts_a_piece * weight[0].nbytes)
+    for name in ("_FORWARD_BYTES", "_BACKWARD_BYTES"):
+        monkeypatch.setattr(module, name, experts_a_piece * weight[0].nbytes)
     product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList())
     gc.collect()
     Quantised.alive.clear()
@@ -147,8 +149,9 @@ def test_pieces(engine):
     pieces = load("te_grouped").pieces
     weight = torch.empty(5, 2, 2)
     found = pieces(weight, [1, 0, 2, 0, 0], 2 * weight[0].nbytes)
-    assert [piece.splits for piece in found] == [(1, 0), (2, 0), (0,)]
-    assert [piece.idle for piece in found] == [False, False, True]
+    assert [piece.splits for piece in found] == [(1,), (2,), ()]
+    assert [piece.busy for piece in found] == [(0,), (0,), ()]
+    assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
     assert len(pieces(weight, [1] * 5, 1)) == 5
 
