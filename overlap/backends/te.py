@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from overlap.backends.te_attention import TECoreAttention, TENorm
-from overlap.backends.te_layers import TEExperts, TELinear, from_torch_experts
+from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
 from overlap.backends.te_scaling import DelayedState, advance, make_recipe, precision
 from overlap.ir import StepState
 from overlap.model.attention import CoreAttention
@@ -126,7 +126,7 @@ class TEBackend:
         products = self.modules or recipe is not None
         if type(module) is Linear and products:
             self._check_widths(recipe, where, *module.weight.shape)
-            return TELinear(module.weight, recipe, self.modules)
+            return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
         if type(module) is RMSNorm:
             return TENorm(module.weight, module.eps)
         if type(module) is CoreAttention:

@@ -25,7 +25,8 @@ from overlap.model.row_padding import make_padding
 from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
 
-_PRODUCTS = (Product, GroupedProduct, Fp8Product, Fp8GroupedProduct)
+_PRODUCTS = ("_product", "_products")
+"""Attributes that are made, not copied."""
 
 
 class TELayer(nn.Module):
@@ -46,7 +47,7 @@ class TELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the products out."""
-        return {name: value for name, value in self.__dict__.items() if type(value) not in _PRODUCTS}
+        return {name: value for name, value in self.__dict__.items() if name not in _PRODUCTS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
@@ -63,26 +64,31 @@ class TELinear(TELayer):
 
     Args:
         weight: Its parameter, [O, I].
-        recipe: Transformer Engine's recipe, or None (with its modules).
-        modules: By its modules, not by its kernels.
+        recipe: Transformer Engine's recipe.
     """
 
-    def __init__(self, weight: nn.Parameter, recipe: Any, modules: bool) -> None:
+    def __init__(self, weight: nn.Parameter, recipe: Any) -> None:
         super().__init__()
         self.weight = weight
         self.recipe = recipe
-        self.by_modules = modules
         self.scaling = make_state(recipe, 1, weight.device)
         self.bind()
 
     def bind(self) -> None:
         """Make the product."""
-        make = Product if self.by_modules else Fp8Product
-        self._product = make(self.weight, self.recipe, self.scaling)
+        self._product: Fp8Product | Product = Fp8Product(self.weight, self.recipe, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
         return self._product(self.weight, x)
+
+
+class TEModuleLinear(TELinear):
+    """The same by Transformer Engine's module; its recipe may be None."""
+
+    def bind(self) -> None:
+        """Make the product."""
+        self._product = Product(self.weight, self.recipe, self.scaling)
 
 
 class TEExperts(TELayer, Sliced):
@@ -93,43 +99,56 @@ class TEExperts(TELayer, Sliced):
         held: Those whose weights are here; E of them.
         gate_up: [E, 2*W, C].
         down: [E, C, W].
-        recipe: Transformer Engine's recipe, or None (with its modules).
+        recipe: Transformer Engine's recipe.
         multiple: What the rows of an expert are padded to a multiple of.
-        modules: By its modules, not by its kernels.
     """
 
     def __init__(
-        self,
-        whole: int,
-        held: range,
-        gate_up: nn.Parameter,
-        down: nn.Parameter,
-        recipe: Any,
-        multiple: int,
-        modules: bool,
+        self, whole: int, held: range, gate_up: nn.Parameter, down: nn.Parameter, recipe: Any, multiple: int
     ) -> None:
         super().__init__(whole, held)
         self.gate_up = gate_up
         self.down = down
         self.recipe = recipe
         self.multiple = multiple
-        self.by_modules = modules
         self.gate_up_scaling = make_state(recipe, len(gate_up), gate_up.device)
         self.down_scaling = make_state(recipe, len(down), down.device)
         self.bind()
 
     def bind(self) -> None:
         """Make both products."""
-        make = GroupedProduct if self.by_modules else Fp8GroupedProduct
-        self._first = make(self.gate_up, self.recipe, self.gate_up_scaling)
-        self._second = make(self.down, self.recipe, self.down_scaling)
+        self._products: Any = tuple(
+            Fp8GroupedProduct(weight, self.recipe, state, self.multiple)
+            for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
+        )
 
     def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
+        first, second = self._products
+        splits = host_counts(routing.counts)
+        inner = first(self.gate_up, rows, splits)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
+        result: Tensor = second(self.down, weighted, splits)
+        return result
+
+
+class TEModuleExperts(TEExperts):
+    """The same by Transformer Engine's module; its recipe may be None."""
+
+    def bind(self) -> None:
+        """Make both products."""
+        self._products = tuple(
+            GroupedProduct(weight, self.recipe, state)
+            for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
+        )
+
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+        """Apply each row's expert; arguments and result as GroupedExperts'."""
+        first, second = self._products
         padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
-        inner = self._first(self.gate_up, padding.pad(rows), padding.splits)
+        inner = first(self.gate_up, padding.pad(rows), padding.splits)
         weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, padding.pad(probs))
-        return padding.unpad(self._second(self.down, weighted, padding.splits))
+        return padding.unpad(second(self.down, weighted, padding.splits))
 
 
 _ON_HOST: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()
@@ -155,4 +174,5 @@ def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int, modu
             nn.Parameter(weight.transpose(1, 2).contiguous(), requires_grad=weight.requires_grad)
             for weight in (experts.gate_up, experts.down)
         )
-    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple, modules)
+    made = TEModuleExperts if modules else TEExperts
+    return made(experts.whole, experts.held, gate_up, down, recipe, multiple)

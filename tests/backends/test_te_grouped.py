@@ -75,28 +75,34 @@ def test_linear(engine, kind):
 
 
 @pytest.mark.parametrize("splits", SPLITS)
-@pytest.mark.parametrize("kind", RECIPES)
-def test_grouped(engine, kind, splits, monkeypatch):
-    """Now, late, in place and in pieces of any size are the same; idle experts get zeros."""
+@pytest.mark.parametrize(("kind", "multiple", "unused"), [("block", 4, 3), ("current", 1, 0), ("mxfp8", 4, 0)])
+def test_grouped(engine, kind, multiple, unused, splits, monkeypatch):
+    """Now, late, in place, in pieces of any size and with padding are the same; idle experts and rows give zeros."""
     _, load = engine
     module = load("te_grouped")
     weight = nn.Parameter(torch.randn(4, 6, 5))
-    product = module.Fp8GroupedProduct(weight, RECIPES[kind], nn.ModuleList())
-    x = torch.randn(sum(splits), 5)
+    product = module.Fp8GroupedProduct(weight, RECIPES[kind], nn.ModuleList(), multiple)
+    x = torch.randn(sum(splits) + unused, 5)
     parts = [
         (grid(rows, 4) @ grid(matrix, 4).t(), rows)
-        for rows, matrix in zip(x.split(splits), weight.unbind(0), strict=True)
+        for rows, matrix in zip(x[: sum(splits)].split(splits), weight.unbind(0), strict=True)
     ]
-    seed = torch.linspace(-2, 2, sum(splits) * 6).view(-1, 6)
-    pairs = zip(seed.split(splits), x.split(splits), strict=True)
+    want = torch.cat([*(part for part, _ in parts), torch.zeros(unused, 6)])
+    seed = torch.linspace(-2, 2, want.numel()).view(-1, 6)
+    pairs = [(grad, part[1]) for grad, part in zip(seed[: sum(splits)].split(splits), parts, strict=True)]
     want_weight = torch.stack([grid(grad, 8).t() @ grid(rows, 8) for grad, rows in pairs])
+    want_x = torch.cat(
+        [grid(grad, 4) @ grid(matrix, 8) for (grad, _), matrix in zip(pairs, weight.unbind(0), strict=True)]
+    )
     for piece in (1, 2 * weight[0].nbytes, 2**30):
         monkeypatch.setattr(module, "_BACKWARD_BYTES", piece)
         monkeypatch.setattr(module, "_FORWARD_BYTES", 2 * weight[0].nbytes)
         for how in ("now", "late", "in place"):
-            y, _, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
-            assert torch.equal(y, torch.cat([part for part, _ in parts]))
+            y, grad_x, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
+            assert torch.equal(y, want)
             assert torch.equal(gradient, want_weight)
+            assert torch.equal(grad_x[: sum(splits)], want_x)
+            assert not grad_x[sum(splits) :].any()
     with torch.no_grad():
         assert torch.equal(product(weight, x, splits), y)
 
@@ -104,7 +110,7 @@ def test_grouped(engine, kind, splits, monkeypatch):
 def test_input_gradient(engine):
     _, load = engine
     weight = nn.Parameter(torch.randn(2, 6, 5))
-    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList())
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     x = torch.randn(7, 5)
     _, grad_x, _ = run(lambda leaf: product(weight, leaf, [3, 4]), weight, x, "now")
     seed = torch.linspace(-2, 2, 42).view(7, 6)
@@ -116,7 +122,7 @@ def test_no_weight_and_no_rows_are_kept(engine):
     """Between forward and backward a graph holds the columns of the inputs, and nothing of a weight."""
     _, load = engine
     weight = nn.Parameter(torch.randn(4, 6, 5))
-    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList())
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -137,7 +143,7 @@ def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
     weight = nn.Parameter(torch.randn(4, 6, 5))
     for name in ("_FORWARD_BYTES", "_BACKWARD_BYTES"):
         monkeypatch.setattr(module, name, experts_a_piece * weight[0].nbytes)
-    product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList())
+    product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     gc.collect()
     Quantised.alive.clear()
     run(lambda leaf: product(weight, leaf, [2, 2, 2, 2]), weight, torch.randn(8, 5), "now")
@@ -146,14 +152,16 @@ def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
 
 def test_pieces(engine):
     _, load = engine
-    pieces = load("te_grouped").pieces
+    module = load("te_grouped")
+    pieces = module.pieces
     weight = torch.empty(5, 2, 2)
-    found = pieces(weight, [1, 0, 2, 0, 0], 2 * weight[0].nbytes)
+    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), 2 * weight[0].nbytes)
     assert [piece.splits for piece in found] == [(1,), (2,), ()]
+    assert [piece.padded for piece in found] == [(4,), (4,), ()]
     assert [piece.busy for piece in found] == [(0,), (0,), ()]
     assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
-    assert len(pieces(weight, [1] * 5, 1)) == 5
+    assert len(pieces(weight, module.Rows((1,) * 5, 4), 1)) == 5
 
 
 def test_workspaces_are_one(engine):

@@ -152,7 +152,8 @@ def _linear(way: tuple[str, str | None], inner: int, outer: int, rows: tuple[int
     plain = Linear(inner, outer).to(CUDA, torch.bfloat16)
     with torch.no_grad():
         plain.weight.normal_(std=inner**-0.5)
-    layer = module.TELinear(nn.Parameter(plain.weight.detach().clone()), te_recipe, made.modules)
+    kind = module.TEModuleLinear if made.modules else module.TELinear
+    layer = kind(nn.Parameter(plain.weight.detach().clone()), te_recipe)
     x = torch.randn(*rows, inner, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     runs = [_run_linear(made, layer, x, late) for late in (False, False, True)]
     say(way, (inner, outer), "peak of x grad", float(runs[0][1].abs().max()))
@@ -318,7 +319,8 @@ def host_cost() -> None:
     for name, recipe in (("torch", None), *WAYS):
         made = backend(recipe, "te" if name == "torch" else name)
         module, te_recipe = layers_of(made)
-        layer = plain if name == "torch" else module.TELinear(plain.weight, te_recipe, made.modules)
+        kind = module.TEModuleLinear if made.modules else module.TELinear
+        layer = plain if name == "torch" else kind(plain.weight, te_recipe)
         seconds = []
         for _ in range(60):
             torch.cuda.synchronize()
