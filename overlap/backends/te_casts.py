@@ -18,14 +18,16 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from torch import Tensor, nn
 from transformer_engine.pytorch.constants import TE_DType
-from transformer_engine.pytorch.cpp_extensions.gemm import general_gemm, get_cublas_workspace
 from transformer_engine.pytorch.quantization import RecipeState
 
 from overlap.backends.te_scaling import MODES, DelayedState
 
 FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "TN", "NN", "NT"
 """Layouts of the three products: weight and input, weight and output gradient, input and output gradient."""
+_WORKSPACE_BYTES = 8 * 2**20
 _WORKSPACE_ALIGNMENT = 1024
+_BIAS = TE_DType[torch.bfloat16]
+"""The type of a bias that is not there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,9 +121,12 @@ def keep_columns(tensors: Sequence[Any]) -> None:
 
 def multiply(first: Any, second: Any, layout: str, dtype: torch.dtype, *, accurate: bool = True) -> Tensor:
     """One product of quantised matrices."""
-    result: Tensor = general_gemm(
-        first, second, out_dtype=dtype, layout=layout, grad=layout != FORWARD, use_split_accumulator=accurate
-    )[0]
+    workspace = _workspace(torch.cuda.current_device())
+    result: Tensor = tex.generic_gemm(
+        first, layout[0] == "T", second, layout[1] == "T", None, None, TE_DType[dtype], None, _BIAS, False, None,
+        layout != FORWARD, workspace, workspace.shape[0], False, accurate,
+        comm_overlap=None, comm_type=None, extra_output=None, bulk_overlap=False, alpha=1.0, beta=0.0,
+    )[0]  # fmt: skip
     return result
 
 
@@ -134,27 +139,26 @@ def multiply_each(
     *,
     accurate: bool = True,
 ) -> None:
-    """Products of pairs of quantised matrices, into one tensor [sum of splits, ...] or one each.
-
-    Transformer Engine's own function would add four workspaces of 32 MiB to the one of plain products, for good.
-    """
-    workspaces, nothing = _workspaces(outs[0].device.index)
+    """Products of pairs of quantised matrices, into one tensor [sum of splits, ...] or one each."""
+    workspaces, nothing = _workspaces(torch.cuda.current_device())
     empty = [nothing] * len(firsts)
     tex.te_general_grouped_gemm(
         list(firsts), layout[0] == "T", list(seconds), layout[1] == "T", list(outs), TE_DType[outs[0].dtype],
-        list(splits), empty, TE_DType[torch.bfloat16], layout != WEIGHT_GRADIENT, empty, layout != FORWARD,
+        list(splits), empty, _BIAS, layout != WEIGHT_GRADIENT, empty, layout != FORWARD,
         list(workspaces), workspaces[0].shape[0], False, accurate, 0,
     )  # fmt: skip
 
 
 @cache
-def _workspaces(device: int) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The workspace of plain products, cut into one per stream that a group runs on, and an empty tensor.
+def _workspace(device: int) -> Tensor:
+    """Of all products: they are launched from one stream. Transformer Engine would take five of 32 MiB, for good."""
+    return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=torch.device("cuda", device))
 
-    All products are launched from one stream, which waits for those of a group.
-    """
-    whole = get_cublas_workspace(device, False, False)
-    streams = tex.get_num_cublas_streams()
+
+@cache
+def _workspaces(device: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The same, cut into one for each stream that a group runs on, and an empty tensor; the caller's stream waits."""
+    whole, streams = _workspace(device), tex.get_num_cublas_streams()
     size = whole.numel() // streams // _WORKSPACE_ALIGNMENT * _WORKSPACE_ALIGNMENT
     parts = tuple(whole[place * size : (place + 1) * size] for place in range(streams))
     return parts, whole.new_empty(0, dtype=torch.bfloat16)

@@ -30,7 +30,11 @@ from overlap.model.custom import apply
 
 _DRAWS_PER_THREAD = 16
 """Random numbers that the kernel takes from the generator per thread, where it drops any."""
-_CAUSAL_WINDOW = (-1, 0)
+_LAYOUT, _FORMAT, _NO_FORMAT = QKVLayout["bshd_bshd_bshd"], QKVFormat["bshd"], QKVFormat[None]
+_MASK = (AttnBiasType["no_bias"], AttnMaskType["causal"], SoftmaxType["vanilla"], (-1, 0), False)
+"""No bias, causal, plain softmax, a window over all that is before; the diagonal begins top left."""
+_NINE_MISSING = (None,) * 9
+"""Padded lengths, pages, quantizers, bias, offsets, generator (the default one)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,8 @@ class _Attention(torch.autograd.Function):
         ends = get_full_cu_seqlens(query.shape[0], length, query.device)
         draws = _DRAWS_PER_THREAD if settings.dropout else 0
         out, *rest = tex.fused_attn_fwd(
-            length, length, settings.training, settings.scale, settings.dropout, True, QKVLayout["bshd_bshd_bshd"],
-            QKVFormat["bshd"], QKVFormat[None], AttnBiasType["no_bias"], AttnMaskType["causal"], SoftmaxType["vanilla"],
-            _CAUSAL_WINDOW, False, ends, ends, query, key, value, query.dtype, None, None, None, None, None, None, None,
-            None, None, draws, False, False,
+            length, length, settings.training, settings.scale, settings.dropout, True, _LAYOUT, _FORMAT, _NO_FORMAT,
+            *_MASK, ends, ends, query, key, value, query.dtype, *_NINE_MISSING, draws, False, False,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, out, ends, *rest)
         ctx.settings = settings
@@ -79,10 +81,8 @@ class _Attention(torch.autograd.Function):
         settings: FusedAttention = ctx.settings
         length = query.shape[1]
         grads = tex.fused_attn_bwd(
-            length, length, settings.scale, settings.dropout, True, QKVLayout["bshd_bshd_bshd"], QKVFormat["bshd"],
-            QKVFormat["bshd"], QKVLayout["bshd_bshd_bshd"], QKVFormat[None], QKVFormat[None], AttnBiasType["no_bias"],
-            AttnMaskType["causal"], SoftmaxType["vanilla"], _CAUSAL_WINDOW, False, settings.deterministic, ends, ends,
-            query, key, value, out, grad.contiguous().view_as(out), query.dtype, list(rest), None, None, None, None,
-            None, False,
+            length, length, settings.scale, settings.dropout, True, _LAYOUT, _FORMAT, _FORMAT, _LAYOUT, _NO_FORMAT,
+            _NO_FORMAT, *_MASK, settings.deterministic, ends, ends, query, key, value, out,
+            grad.contiguous().view_as(out), query.dtype, list(rest), None, None, None, None, None, False,
         )  # fmt: skip
         return grads[0], grads[1], grads[2], None

@@ -34,8 +34,10 @@ from overlap.model.linear import LateWeight, autocast_like, gradient_of_weight, 
 
 _Operands = Callable[[], tuple[list[Any], list[Any]]]
 """Inputs and output gradients of a piece, cast when they are asked for."""
-_FORWARD_BYTES = 128 * 2**20
-"""Most bytes of weights that are taken at a time; their rows take half as many."""
+_FIRST_PASS_BYTES = 128 * 2**20
+"""Most bytes of weights that are taken at a time without a graph; their rows take half as many."""
+_FORWARD_BYTES = 32 * 2**20
+"""The same with a graph: a replay is near a step's highest point."""
 _BACKWARD_BYTES = 48 * 2**20
 """The same in backward, where columns are made beside rows, and a weight gradient is as large as the weights."""
 
@@ -133,7 +135,7 @@ class _Grouped(torch.autograd.Function):
         keeps = ctx.needs_input_grad[1] or late is not None
         out = _empty(x, weight.shape[1], given)
         kept: list[Any] = []
-        for piece in _busy(weight, given, _FORWARD_BYTES):
+        for piece in _busy(weight, given, _FORWARD_BYTES if keeps else _FIRST_PASS_BYTES):
             kept += _forward_piece(x, weight, out, casts, piece, keeps)
         plain, ctx.restore = flat(kept)
         ctx.save_for_backward(weight, *plain)

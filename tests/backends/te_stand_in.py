@@ -83,10 +83,6 @@ def product(first: Quantised, second: Quantised, layout: str) -> Tensor:
     return {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[layout]()
 
 
-def general_gemm(first: Any, second: Any, *, out_dtype: torch.dtype, layout: str, **_: object) -> tuple[Tensor]:
-    return (product(first, second, layout).to(out_dtype),)
-
-
 class Torch:
     """transformer_engine_torch: counts casts and groups, and how many casts were alive at most."""
 
@@ -108,6 +104,13 @@ class Torch:
 
     def get_num_cublas_streams(self) -> int:
         return 4
+
+    def generic_gemm(
+        self, first: Any, trans_a: bool, second: Any, trans_b: bool, *rest: Any, **names: Any
+    ) -> tuple[Tensor]:
+        assert len(rest) == 12
+        assert (names["alpha"], names["beta"]) == (1.0, 0.0)
+        return (product(first, second, "NT"[trans_a] + "NT"[trans_b]),)
 
     def te_general_grouped_gemm(
         self, first: Any, trans_a: bool, second: Any, trans_b: bool, outs: list[Tensor], dtype: Any, splits: list[int],
@@ -145,10 +148,6 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Torch, Any]:
         "transformer_engine.common.recipe": recipes,
         "transformer_engine.pytorch": pytorch,
         "transformer_engine.pytorch.constants": stand_in(TE_DType={torch.bfloat16: 1, torch.float32: 2}),
-        "transformer_engine.pytorch.cpp_extensions": stand_in(),
-        "transformer_engine.pytorch.cpp_extensions.gemm": stand_in(
-            general_gemm=general_gemm, get_cublas_workspace=lambda *_: torch.empty(2**14, dtype=torch.uint8)
-        ),
         "transformer_engine.pytorch.quantization": stand_in(
             FP8GlobalStateManager=MagicMock(), get_fp8_te_dtype=MagicMock(), RecipeState=state
         ),
@@ -159,4 +158,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Torch, Any]:
         # First set, so that what is imported now is gone after the test.
         monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", stand_in())
         del sys.modules[f"overlap.backends.{name}"]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    casts = import_module("overlap.backends.te_casts")
+    monkeypatch.setattr(casts, "_workspace", lambda _: torch.empty(2**14, dtype=torch.uint8))
     return engine, lambda name: import_module(f"overlap.backends.{name}")

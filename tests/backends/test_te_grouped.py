@@ -96,7 +96,8 @@ def test_grouped(engine, kind, multiple, unused, splits, monkeypatch):
     )
     for piece in (1, 2 * weight[0].nbytes, 2**30):
         monkeypatch.setattr(module, "_BACKWARD_BYTES", piece)
-        monkeypatch.setattr(module, "_FORWARD_BYTES", 2 * weight[0].nbytes)
+        for name in ("_FORWARD_BYTES", "_FIRST_PASS_BYTES"):
+            monkeypatch.setattr(module, name, 2 * weight[0].nbytes)
         for how in ("now", "late", "in place"):
             y, grad_x, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
             assert torch.equal(y, want)
