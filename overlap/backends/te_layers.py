@@ -115,6 +115,11 @@ class TEExperts(TELayer, Sliced):
         self.down_scaling = make_state(recipe, len(down), down.device)
         self.bind()
 
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """The rows: of them columns in 8 bits are kept."""
+        return (0,)
+
     def bind(self) -> None:
         """Make both products."""
         self._products: Any = tuple(
@@ -134,6 +139,11 @@ class TEExperts(TELayer, Sliced):
 
 class TEModuleExperts(TEExperts):
     """The same by Transformer Engine's module; its recipe may be None."""
+
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """The rows, unless they are kept as they are."""
+        return () if self.recipe is None else (0,)
 
     def bind(self) -> None:
         """Make both products."""

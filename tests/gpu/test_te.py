@@ -350,4 +350,4 @@ def test_the_same_model_as_torchs(backend, precision):
     torchs, theirs = (weight.grad.float() for weight in weights if weight.grad is not None)
     if (backend, precision) != ("te", "bf16"):
         theirs = theirs.transpose(1, 2)
-    assert float((theirs - torchs).norm() / torchs.norm()) < (0.05 if precision == "bf16" else 0.3)
+    assert float((theirs - torchs).norm() / torchs.norm()) < (0.05 if precision == "bf16" else 0.5)
