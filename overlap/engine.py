@@ -330,7 +330,7 @@ def run_forward(issue: Issue, inputs: Sequence[Any], keywords: dict[str, Any]) -
     stage = issue.stage
     differentiable = issue.differentiable
     if issue.records:
-        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords)
+        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords, stage.sheds)
     with torch.no_grad():
         result = stage.forward(*inputs, **keywords)
     outputs = result if len(differentiable) != 1 else (result,)

@@ -26,6 +26,7 @@ from benchmarks.memory.oracle import oracle
 from benchmarks.memory.slots import slots
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
+from overlap.backends import load_backend
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
@@ -109,6 +110,9 @@ def main() -> int:
         return compare.show(*map(FilePath, args.compare))
     if args.suite is None:
         parser.error("give --suite or --compare")
+    if args.suite.startswith("te"):
+        # Its libraries go by the cuDNN that is loaded first; torch loads its own when it is first used.
+        load_backend("te")
     payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
     with sdpa_kernel(BACKEND):
         for name, part in SUITES[args.suite]:

@@ -47,6 +47,11 @@ class GroupedExperts(Sliced):
         held: Those whose weights are here; None: all.
     """
 
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """Places of forward's arguments that its graph does not hold."""
+        return ()
+
     def __init__(self, experts: int, hidden: int, width: int, held: range | None = None) -> None:
         super().__init__(experts, range(experts) if held is None else held)
         self.gate_up = nn.Parameter(torch.empty(len(self.held), hidden, 2 * width))

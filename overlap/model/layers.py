@@ -166,7 +166,7 @@ class MoELayer(nn.Module):
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
-            inner=(RecomputeModule.MOE_ACT,),
+            inner=(RecomputeModule.MOE_ACT,), sheds=self.experts.sheds,
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
