@@ -24,10 +24,15 @@ def test_logsumexp(shape) -> None:
 
 
 def test_experts_add_their_gradients_one_by_one() -> None:
-    into, x, grad, counts = torch.zeros(3, 8, 4), torch.randn(6, 8), torch.randn(6, 4), torch.tensor([2, 0, 4])
+    into, x, grad, ends = (
+        torch.zeros(3, 8, 4),
+        torch.randn(6, 8),
+        torch.randn(6, 4),
+        torch.tensor([2, 2, 6], dtype=torch.int32),
+    )
     add = torch.ops.overlap.grouped_mm_wgrad_add
-    peak = allocator_peak(lambda: add(into, x, grad, counts, True))
-    assert peak == ON_CPU[add.default](into, x, grad, counts, True) == 8 * 4 * 4
+    peak = allocator_peak(lambda: add(into, x, grad, ends, True))
+    assert peak == ON_CPU[add.default](into, x, grad, ends, True) == 8 * 4 * 4
 
 
 @pytest.mark.parametrize("config", [{}, {"tied": True}, {"mhc": 2, "mhc_iterations": 2}], ids=str)
