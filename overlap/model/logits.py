@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from overlap.model.custom import apply
+from overlap.model.fused import fused
 from overlap.model.precision import wide_dtype
 
 
@@ -59,5 +60,5 @@ def _needed(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor 
 
 
 def _one_product(x: Tensor, weight: Tensor) -> bool:
-    """Whether the device multiplies the narrow tensors as they are; fake tensors show the general way."""
-    return x.is_cuda and x.dtype == weight.dtype == torch.bfloat16 and type(x) is Tensor
+    """Whether the device multiplies the narrow tensors as they are."""
+    return x.dtype == weight.dtype == torch.bfloat16 and fused(x)

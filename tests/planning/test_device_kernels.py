@@ -19,7 +19,7 @@ from overlap.model import Decoder, ModelConfig
 from overlap.model.fused import fused, kernels
 from overlap.planning.device_kernels import INSIDE, DeviceKernels
 
-T, C, H, N, R, V, W, E, K = 6, 32, 2, 16, 8, 28, 40, 5, 2
+T, C, H, N, R, V, W, E, K = 6, 32, 2, 16, 8, 28, 40, 5, 3
 """Tokens, hidden, heads, widths without and with rotary and of values, inner width, experts, experts per token."""
 BF16, F32 = 2, 4
 CONFIG = ModelConfig(
