@@ -27,6 +27,7 @@ from benchmarks.memory.slots import slots
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
 from overlap.backends import load_backend
+from overlap.timeline import chrome_trace
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
@@ -110,13 +111,16 @@ def main() -> int:
     if args.suite.startswith("te"):
         # Its libraries go by the cuDNN that is loaded first; torch loads its own when it is first used.
         load_backend("te")
-    payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
     with sdpa_kernel(BACKEND):
-        for name, part in SUITES[args.suite]:
-            payload[name] = part()
+        parts = {name: part() for name, part in SUITES[args.suite]}
     folder = FilePath(args.out)
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"{args.suite}{args.tag}.json"
+    timelines = [row.pop("timeline") for rows in parts.values() for row in rows if "timeline" in row]
+    if timelines:
+        trace = json.dumps(chrome_trace(timelines))
+        target.with_name(f"{target.stem}_trace.json").write_text(trace + "\n")
+    payload: dict[str, Any] = {"suite": args.suite, "environment": environment(), **parts}
     target.write_text(json.dumps(payload, indent=1) + "\n")
     target.with_suffix(".md").write_text(markdown(payload))
     print(f"wrote {target}")

@@ -15,7 +15,6 @@ from overlap.orders import format_order, get_order
 from overlap.search import search
 from overlap.simulate import exposure
 from overlap.synthetic import MOE, System
-from overlap.timeline import chrome_trace
 from recompute import RecomputeConfig
 
 UNIFORM = RecomputeConfig.uniform(1)
@@ -99,7 +98,7 @@ def exposed(*, graph: bool = False) -> list[dict[str, Any]]:
         share = found.exposed.get("R.dispatch", 0.0) / total["R.dispatch"]
         print(f"{case.name:80s} replayed all-to-all exposed {share:.1%}", flush=True)
         rows.append({"name": case.name, "exposed": dict(found.exposed), "total": total, "replay_exposed_share": share})
-        rows[-1]["trace"] = chrome_trace([timeline])
+        rows[-1]["timeline"] = timeline
     return rows
 
 

@@ -81,4 +81,3 @@ def test_markdown_has_environment_and_a_row_per_case(payload) -> None:
     text = markdown(payload)
     assert f"- command: {payload['environment']['command']}" in text
     assert all(f"| {row['name']} |" in text for row in payload["memory"])
-    assert "trace" not in text
