@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from benchmarks.memory.run import write
 from overlap.ir import Lane, Op, Slot
@@ -12,7 +13,7 @@ from overlap.timeline import Span, Timeline, read_trace
 def test_timelines_go_to_a_trace_of_their_own(tmp_path) -> None:
     slot = Slot(op=Op.FORWARD, microbatch=0, layer=1, stage="attn")
     timeline = Timeline(name="a step", spans=(Span(slot=slot, lane=Lane.COMPUTE, start=0.0, end=2.0),))
-    payload = {
+    payload: dict[str, Any] = {
         "suite": "x", "environment": {"command": "y"},
         "first": [{"name": "one", "step": 2.0}], "second": [{"name": "two", "timeline": timeline}],
     }  # fmt: skip
