@@ -15,21 +15,20 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """How the work is cut: tiles of `inner` x `outer` elements, `rows` a step; warps and stages as Triton has them.
-
-    `early`: what is added to is read before the loop and waits in registers, not after it.
-    """
+    """How the work is cut: tiles of `inner` x `outer` elements, `rows` a step; warps and stages as Triton has them."""
 
     inner: int
     outer: int
-    rows: int = 64
-    warps: int = 8
-    stages: int = 3
-    early: bool = False
+    rows: int
+    warps: int
+    stages: int
 
 
-TILING = Tiling(inner=128, outer=128)
-"""Both forms use it. On an H200 the fastest of `python -m benchmarks.memory.grouped`."""
+TILING = Tiling(inner=128, outer=256, rows=32, warps=8, stages=5)
+"""Both forms use it. On an H200 the fastest of `python -m benchmarks.memory.grouped`, written and added.
+
+Added to float32 it spills registers, behind the loop only.
+"""
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # no stubs
@@ -48,7 +47,6 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
     into_inner,
     into_outer,
     adds: tl.constexpr,
-    early: tl.constexpr,
     block_inner: tl.constexpr,
     block_outer: tl.constexpr,
     block_rows: tl.constexpr,
@@ -68,8 +66,6 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
     target = into + i[:, None] * into_inner + o[None, :] * into_outer
     i_inside, o_inside = i < inner - i_start, o < outer - o_start
     inside = i_inside[:, None] & o_inside[None, :]
-    if adds and early:
-        before = tl.load(target, mask=inside)
     total = tl.zeros((block_inner, block_outer), tl.float32)
     for start in range(0, rows, block_rows):
         left = (row < rows - start)[:, None]
@@ -80,9 +76,7 @@ def _wgrad_kernel(  # type: ignore[no-untyped-def]
         grad += block_rows * grad_row
     result = total.to(x.dtype.element_ty)
     if adds:
-        if not early:
-            before = tl.load(target, mask=inside)
-        result = before.to(tl.float32) + result.to(tl.float32)
+        result = tl.load(target, mask=inside).to(tl.float32) + result.to(tl.float32)
     tl.store(target, result.to(into.dtype.element_ty), mask=inside)
 
 
@@ -118,7 +112,7 @@ def _launch(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, adds: bool, til
     experts, inner, outer = into.shape
     grid = (experts * triton.cdiv(inner, tiling.inner) * triton.cdiv(outer, tiling.outer),)
     strides = (*x.stride(), *grad.stride(), *into.stride())
-    blocks = (adds, tiling.early, tiling.inner, tiling.outer, tiling.rows)
+    blocks = (adds, tiling.inner, tiling.outer, tiling.rows)
     _wgrad_kernel[grid](
         x, grad, into, ends, inner, outer, *strides, *blocks, num_warps=tiling.warps, num_stages=tiling.stages
     )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from overlap.model.grouped import piece_bytes
+from overlap.model.grouped import one_expert_bytes
 
 Inside = Mapping[Any, Callable[..., int]]
 """Per operator, bytes at its highest point beside its results, from its arguments."""
@@ -29,7 +29,7 @@ def logsumexp_bytes(x: Tensor, dim: Any, keepdim: bool = False) -> int:
 
 
 def _one_expert(into: Tensor, x: Tensor, *rest: Any) -> int:
-    return piece_bytes(into, x, device=False)
+    return one_expert_bytes(into, x)
 
 
 ON_CPU: Inside = MappingProxyType({

@@ -17,12 +17,6 @@ from overlap.model.fused import fused, kernels
 
 _ALIGNMENT = 16
 """Bytes that row strides must be a multiple of in the device kernel."""
-_OWN_WGRAD = True
-"""Whether our own kernel makes weight gradients where it can; False: torch's, added in pieces."""
-_PIECE_BYTES = 96 * 2**20
-"""Largest piece of a weight gradient that is added in pieces."""
-_TILE = 256
-"""Columns that a piece is a multiple of, so that the kernel's tiles are full."""
 
 
 def grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, covers: bool) -> Tensor:
@@ -63,6 +57,9 @@ def _grouped_mm(x: Tensor, weight: Tensor, ends: Tensor, covers: bool) -> Tensor
 def grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Tensor:
     """Gradient of grouped_mm's weight: x^T grad over the rows of each expert, exact zeros where it has none.
 
+    One kernel of our own makes it for bfloat16 on a CUDA device with Triton, and needs no sizes on the host. Elsewhere
+    it is made expert by expert, which reads them there: CUDA without Triton too.
+
     Args:
         x: [N, I], sorted by expert.
         grad: [N, O].
@@ -81,13 +78,10 @@ def grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Ten
 
 
 def _grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Tensor:
+    out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     if _own_wgrad(x):
-        out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
         kernels("triton_grouped").write(out, x, grad, ends)
         return out
-    if _device_kernel(x, x.shape[1], grad.shape[1]):
-        return F.grouped_mm(x.t(), grad, offs=ends)
-    out = x.new_empty(ends.shape[0], x.shape[1], grad.shape[1])
     for expert, (start, end) in enumerate(_spans(ends, x.shape[0], covers)):
         torch.mm(x[start:end].t(), grad[start:end], out=out[expert])
     return out
@@ -96,8 +90,8 @@ def _grouped_mm_wgrad(x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> Te
 def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> None:
     """Add the gradient of grouped_mm's weight to `into`, never whole: it can exceed a layer's activations.
 
-    The bits are those of `into += grouped_mm_wgrad(...)`. A kernel of our own adds tile by tile and allocates nothing.
-    Torch's adds some columns of all experts at a time, and needs no sizes on the host; elsewhere an expert at a time.
+    The bits are those of `into += grouped_mm_wgrad(...)`, and so is the way: our kernel adds tile by tile and allocates
+    nothing; where it does not apply one expert is made and added at a time.
 
     Args:
         into: [E, I, O], of x's type or wider.
@@ -114,36 +108,18 @@ def grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, co
 
 
 def _grouped_mm_wgrad_add(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor, covers: bool) -> None:
-    if _own_wgrad(x) and fused(into):
+    if not _own_wgrad(x):
+        for expert, (start, end) in enumerate(_spans(ends, x.shape[0], covers)):
+            into[expert] += torch.mm(x[start:end].t(), grad[start:end])
+    elif fused(into):
         kernels("triton_grouped").add(into, x, grad, ends)
-        return
-    if _device_kernel(x, x.shape[1], grad.shape[1]):
-        _add_in_pieces(into, x, grad, ends)
-        return
-    for expert, (start, end) in enumerate(_spans(ends, x.shape[0], covers)):
-        into[expert] += torch.mm(x[start:end].t(), grad[start:end])
+    else:
+        into += _grouped_mm_wgrad(x, grad, ends, covers)
 
 
-def _add_in_pieces(into: Tensor, x: Tensor, grad: Tensor, ends: Tensor) -> None:
-    width = _piece_width(into.shape[0] * into.shape[1] * x.element_size())
-    for start in range(0, grad.shape[1], width):
-        columns = slice(start, start + width)
-        piece = F.grouped_mm(x.t(), grad[:, columns], offs=ends)
-        if into.is_contiguous() and fused(into):
-            kernels("triton_add").add_columns(into, piece, start)
-        else:
-            into[..., columns] += piece
-
-
-def piece_bytes(into: Tensor, x: Tensor, *, device: bool) -> int:
-    """Bytes of the largest piece that grouped_mm_wgrad_add allocates; `device`: on a CUDA device that has Triton."""
-    experts, inner, outer = into.shape
-    if not device or x.dtype != torch.bfloat16:
-        return inner * outer * x.element_size()
-    if _OWN_WGRAD:
-        return 0
-    column = experts * inner * x.element_size()
-    return column * min(_piece_width(column), outer)
+def one_expert_bytes(into: Tensor, x: Tensor) -> int:
+    """Bytes of an expert's matrix in x's type: what grouped_mm_wgrad_add allocates where our kernel does not apply."""
+    return into[0].numel() * x.element_size()
 
 
 _grouped_mm_op = torch.library.custom_op("overlap::grouped_mm", _grouped_mm, mutates_args=())
@@ -173,14 +149,9 @@ def _direct(x: Tensor) -> bool:
     return x.is_cuda and type(x) is Tensor
 
 
-def _piece_width(column_bytes: int) -> int:
-    """Columns of a piece."""
-    return max(_PIECE_BYTES // column_bytes // _TILE, 1) * _TILE
-
-
 def _own_wgrad(x: Tensor) -> bool:
     """Whether weight gradients come from our own kernel: whole or added, so that both have the same bits."""
-    return _OWN_WGRAD and x.dtype == torch.bfloat16 and fused(x)
+    return x.dtype == torch.bfloat16 and fused(x)
 
 
 def _device_kernel(x: Tensor, *widths: int) -> bool:

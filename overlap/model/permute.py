@@ -2,6 +2,7 @@
 
 A scatter-add into zeros would give the same numbers but turn -0.0 into +0.0 and, on a GPU, sum in any order.
 With a capacity some rows hold no copy and some copies have no row: both read zeros, forward and backward.
+Where kernels of our own apply, sums are taken in slot order in float32; torch's sum() is free in its order.
 Legend: T tokens, k copies per token, N rows, C width.
 """
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from overlap.dispatch import Routing
 from overlap.model.custom import apply
+from overlap.model.fused import fused, kernels
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
@@ -74,23 +76,34 @@ class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+        return _select(rows, order, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+        return _select(grad, inverse, False), None, None
 
 
 def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
+    """Sums of topk rows each; by a kernel of our own the rows are never side by side in memory."""
+    if fused(rows):
+        return _by_kernel(rows, inverse, topk)
     copies = _select(rows, inverse, gaps)
     return copies.view(copies.shape[0] // topk, topk, *copies.shape[1:]).sum(1) if topk > 1 else copies
 
 
 def _select(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
     """Rows of x by index; zeros where there are gaps and the index points past the end."""
+    if fused(x):
+        return _by_kernel(x, index, 1)
     if not gaps:
         return x.index_select(0, index)
     taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
     return taken.masked_fill_((index >= x.shape[0]).view(-1, *(1 for _ in x.shape[1:])), 0)
+
+
+def _by_kernel(x: Tensor, index: Tensor, count: int) -> Tensor:
+    out = x.new_empty(index.shape[0] // count, *x.shape[1:])
+    kernels("triton_permute").gather(x, index, out, count)
+    return out

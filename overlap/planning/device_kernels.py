@@ -23,7 +23,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from overlap.memory.inside import Inside, logsumexp_bytes, tensor_bytes
 from overlap.model.custom import apply
 from overlap.model.fused import kernels_without_work
-from overlap.model.grouped import piece_bytes
+from overlap.model.grouped import one_expert_bytes
 
 _FLOAT = 4
 
@@ -176,6 +176,11 @@ def _embedding_sums(grad: Tensor, ids: Tensor, rows: int, *rest: Any) -> int:
     return (min(count, rows) + -(-count // 10)) * grad.shape[-1] * _FLOAT if count > 3072 else 0
 
 
+def _adding(into: Tensor, x: Tensor, *rest: Any) -> int:
+    """Our kernel for bfloat16 adds tile by tile; other types go expert by expert."""
+    return 0 if x.dtype is torch.bfloat16 else one_expert_bytes(into, x)
+
+
 INSIDE: Inside = MappingProxyType({
     torch.ops.aten.logsumexp.default: logsumexp_bytes,
     torch.ops.aten.embedding_dense_backward.default: _embedding_sums,
@@ -183,7 +188,7 @@ INSIDE: Inside = MappingProxyType({
     torch.ops.overlap.device_rms_norm.default: lambda x, weight: _copies(x),
     torch.ops.overlap.device_rms_norm_backward.default: lambda grad, x, *rest: _copies(grad, x),
     torch.ops.overlap.device_attention_backward.default: _attention_workspace,
-    torch.ops.overlap.grouped_mm_wgrad_add.default: lambda into, x, *rest: piece_bytes(into, x, device=True),
+    torch.ops.overlap.grouped_mm_wgrad_add.default: _adding,
 })  # fmt: skip
 """What a device's operators allocate and free within themselves, as far as arguments tell.
 

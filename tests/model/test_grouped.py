@@ -1,4 +1,4 @@
-"""Grouped products: weight gradients that are added in pieces."""
+"""Grouped products: weight gradients that are added, not made whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from overlap import ModelChunk, train_step
 from overlap.model import Decoder, GroupedExperts, ModelConfig
-from overlap.model.grouped import _piece_width, grouped_mm_wgrad, grouped_mm_wgrad_add, piece_bytes
+from overlap.model.grouped import grouped_mm_wgrad, grouped_mm_wgrad_add
 from recompute import RecomputeConfig
 
 
@@ -29,21 +29,6 @@ def test_ends_are_checked() -> None:
     ends = torch.tensor([1, 3], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"end at \[1, 3\], for 4 rows"):
         grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), ends, True)
-
-
-@pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 768), (1, 96 * 2**20), (2**30, 256)])
-def test_pieces_are_whole_tiles_below_96_mib(column_bytes: int, width: int) -> None:
-    assert _piece_width(column_bytes) == width
-
-
-@pytest.mark.parametrize(
-    ("dtype", "device", "nbytes"),
-    [(torch.bfloat16, True, 0), (torch.bfloat16, False, 8 * 4 * 2), (torch.float32, True, 8 * 4 * 4)],
-)
-def test_bytes_of_the_largest_piece(dtype: torch.dtype, device: bool, nbytes: int) -> None:
-    """None where our kernel adds, else an expert's gradient, of x's type."""
-    into = torch.empty(3, 8, 4, dtype=torch.float32, device="meta")
-    assert piece_bytes(into, torch.empty(7, 8, dtype=dtype, device="meta"), device=device) == nbytes
 
 
 @pytest.mark.parametrize("delay", [False, True])

@@ -63,6 +63,12 @@ def test_the_activation_takes_its_result_alone(facts: dict[Kind, Facts]) -> None
     assert highest(facts[kind("experts", Source.FORWARD)].trace, 0, {}) == rows * (2 * W + W + C) * BF16
 
 
+def test_token_copies_are_added_up_where_they_lie(facts: dict[Kind, Facts]) -> None:
+    """Post makes the sums and the residual's, not the T*K rows of each token side by side."""
+    post = Kind((0, "post"), Source.FORWARD, False, False)
+    assert highest(facts[post].trace, 0, {}) == 2 * T * C * BF16
+
+
 def test_attention_adds_up_the_gradient_of_queries_in_float32() -> None:
     backward = torch.ops.overlap.device_attention_backward.default
     with FakeTensorMode():
