@@ -46,7 +46,7 @@ TABLE = [
     *(("plain", rule, delay_wgrad) for rule in RULES for delay_wgrad in (False, True)),
     *(("mtp", rule, delay_wgrad) for rule, delay_wgrad in zip(RULES, cycle((True, False)))),
     *(("mhc", rule, True) for rule in (none, uniform(1, replay=Replay.HIDDEN))),
-    *(("cut", rule, False) for rule in (none, uniform(2), uniform(1, replay=Replay.HIDDEN))),
+    *(("cut", rule, False) for rule in (uniform(2), uniform(1, replay=Replay.HIDDEN))),
 ]
 
 

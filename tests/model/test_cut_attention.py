@@ -85,14 +85,16 @@ def _but_slots(facts: StepFacts) -> tuple[object, ...]:
     return facts.segments, facts.replayed_a2a, facts.replayed_a2a_per_layer
 
 
-def test_the_cut_changes_the_order_of_sums_alone() -> None:
-    """Losses have the same bits, gradients the same value.
+@pytest.mark.parametrize("shape", [{"dropout": 0.1, "dense_layers": 1, "mhc": 2}, {"mtp": 1, "padding": True}])
+def test_the_cut_changes_the_order_of_sums_alone(shape: dict[str, Any]) -> None:
+    """Losses and buffers have the same bits, gradients the same value.
 
     A norm may read its input several times: uncut, the residual's gradient is added before these and not behind them.
     """
-    chunks = [make(U(1), cut_attention=on, dropout=0.1, dense_layers=1, dtype="float64") for on in (False, True)]
-    losses = [train_step(chunk, feeds_for(chunk.module.config, 2)) for chunk in chunks]
-    assert [compare(*pair).different for pair in zip(*losses, strict=True)] == [(), ()]
+    chunks = [make(U(1), cut_attention=on, dtype="float64", **shape) for on in (False, True)]
+    losses = [train_step(chunk, feeds_for(chunk.module.config, 1)) for chunk in chunks]
+    assert [compare(*pair).different for pair in zip(*losses, strict=True)] == [()]
+    assert compare(*(dict(chunk.module.named_buffers()) for chunk in chunks)).different == ()
     for whole, parts in zip(*(chunk.parameters() for chunk in chunks), strict=True):
         torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-9, atol=1e-15)
 
