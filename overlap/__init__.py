@@ -5,6 +5,7 @@ Bring a model by writing its stages with ProgramBuilder, wrap it in ModelChunk, 
 
 from overlap.builder import ProgramBuilder, Value
 from overlap.chunk import ModelChunk
+from overlap.cuda_graph import GraphedStep
 from overlap.errors import ProgramError, ScheduleError
 from overlap.ir import Effect, Input, Lane, Loss, Op, Program, Slot, Stage, format_schedule, parse_schedule
 from overlap.orders import ORDER_NAMES, Order, get_order
@@ -15,6 +16,7 @@ from overlap.step import Losses, forward_only, train_step
 __all__ = [
     "ORDER_NAMES",
     "Effect",
+    "GraphedStep",
     "Input",
     "Lane",
     "Loss",

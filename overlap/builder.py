@@ -116,6 +116,7 @@ class ProgramBuilder:
         parameters: Iterable[Trainable] = (),
         context: Callable[[], AbstractContextManager[object]] | None = None,
         inner: Iterable[RecomputeModule] = (),
+        sheds: Iterable[int] = (),
     ) -> tuple[Value, ...]:
         """Add a stage of the compute lane; the arguments are the fields of ir.Stage.
 
@@ -134,15 +135,14 @@ class ProgramBuilder:
             parameters: Parameters that `forward` reads.
             context: Precision context to enter around `forward`; None: the layer's.
             inner: Parts that `forward` calls through recompute.inner.rebuild.
+            sheds: Places of reads that its graph does not hold.
 
         Returns:
             Handles of `outputs` then `nondiff`.
         """
         names = self._names(name, (*outputs, *nondiff), (*pins, *(value for value, _ in effects)))
         stage = Stage(
-            layer=self._layer,
-            name=name,
-            lane=Lane.COMPUTE,
+            layer=self._layer, name=name, lane=Lane.COMPUTE,
             reads=tuple(value.name for value in reads),
             writes=tuple(names.values()),
             forward=forward,
@@ -155,8 +155,8 @@ class ProgramBuilder:
             draws_rng=draws_rng,
             parameters=tuple(parameters),
             context=self._context if context is None else context,
-            inner=frozenset(inner),
-        )
+            inner=frozenset(inner), sheds=tuple(sheds),
+        )  # fmt: skip
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)
 

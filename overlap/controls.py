@@ -243,7 +243,8 @@ def _is_bridge(program: Program, value: str, reader: Stage) -> bool:
     if producer is None or producer.key == (None, WEIGHTS):
         return False
     hand_over = reader.layer in program.mtp_layers and producer.layer != reader.layer
-    return hand_over or (value.endswith(f".{STREAMS}") and producer.layer == reader.layer)
+    past = program.position[reader.key] > program.position[producer.key] + 1
+    return hand_over or (past and value.endswith(f".{STREAMS}") and producer.layer == reader.layer)
 
 
 class SkipSnapshot(Engine):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -141,7 +142,10 @@ class Engine:
 
     def seed_of(self, stage: Stage, owner: MicrobatchState) -> int:
         """Seed that a stage draws from, in every pass."""
-        return rng.stage_seed(self._run_seed, self._step, owner.draws_as, stage.layer, stage.name)
+        return self._seed_at(stage, owner.draws_as, self._step)
+
+    def _seed_at(self, stage: Stage, microbatch: int, step: int) -> int:
+        return rng.stage_seed(self._run_seed, step, microbatch, stage.layer, stage.name)
 
     def _first_pass(self, issue: Issue, owner: MicrobatchState) -> None:
         stage = issue.stage
@@ -205,7 +209,8 @@ class Engine:
         return contexts
 
     def _draws(self, issue: Issue, owner: MicrobatchState) -> AbstractContextManager[None]:
-        return rng.seeded(self.seed_of(issue.stage, owner), self._generators)
+        seed_at = partial(self._seed_at, issue.stage, owner.draws_as)
+        return rng.seeded(self.seed_of(issue.stage, owner), self._generators, seed_at)
 
     def _backward(self, issue: Issue, owner: MicrobatchState) -> None:
         gradients = [
@@ -325,7 +330,7 @@ def run_forward(issue: Issue, inputs: Sequence[Any], keywords: dict[str, Any]) -
     stage = issue.stage
     differentiable = issue.differentiable
     if issue.records:
-        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords)
+        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords, stage.sheds)
     with torch.no_grad():
         result = stage.forward(*inputs, **keywords)
     outputs = result if len(differentiable) != 1 else (result,)

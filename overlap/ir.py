@@ -153,6 +153,9 @@ class Stage:
     """Entered around `forward` in the first pass and in the replay alike (precision, R15)."""
     inner: frozenset[RecomputeModule] = frozenset()
     """Parts that `forward` can rebuild in its backward: it calls them through recompute.inner.rebuild."""
+    sheds: tuple[int, ...] = ()
+    """Places of reads that `forward`'s graph does not hold, since it keeps them otherwise (in 8 bits, R15): what was
+    read is let go before backward. Never a weight."""
 
     @property
     def key(self) -> StageKey:

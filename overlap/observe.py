@@ -5,8 +5,9 @@ For looking, not for speed: two timing events a slot.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -23,11 +24,18 @@ class TimedLanes(StreamLanes):
     Args:
         device: The accelerator.
         priorities: As StreamLanes takes them.
+        event: Makes a timing event; graph_event() makes those that a CUDA graph records at every launch.
     """
 
-    def __init__(self, device: torch.device, priorities: Mapping[Lane, int] = DEFAULT_PRIORITIES) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        priorities: Mapping[Lane, int] = DEFAULT_PRIORITIES,
+        event: Callable[[], torch.Event] | None = None,
+    ) -> None:
         super().__init__(device, priorities)
-        self._origin = torch.Event(device, enable_timing=True)
+        self._event = event or partial(torch.Event, device, enable_timing=True)
+        self._origin = self._event()
         self._marks: list[tuple[Slot, Lane, torch.Event, torch.Event]] = []
 
     def begin(self, issue: Issue, owner: Owner) -> None:
@@ -44,18 +52,24 @@ class TimedLanes(StreamLanes):
         self._marks[-1][3].record()
         return super().end(issue, owner)
 
+    def forget(self) -> None:
+        """Forget the slots up to here; waits for the device."""
+        torch.accelerator.synchronize(self._device)
+        self._marks.clear()
+
     def timeline(self, name: str) -> Timeline:
-        """The slots since the last call, in issue order; waits for the device."""
+        """The slots since the last forget(), in issue order; waits for the device."""
         torch.accelerator.synchronize(self._device)
         spans = tuple(
             Span(slot=slot, lane=lane, start=self._milliseconds(start), end=self._milliseconds(end))
             for slot, lane, start, end in self._marks
         )
-        self._marks.clear()
         return Timeline(name=name, spans=spans)
-
-    def _event(self) -> torch.Event:
-        return torch.Event(self._device, enable_timing=True)
 
     def _milliseconds(self, event: torch.Event) -> float:
         return float(self._origin.elapsed_time(event))
+
+
+def graph_event() -> torch.Event:
+    """A timing event whose time is that of the last launch of the CUDA graph that recorded it."""
+    return torch.cuda.Event(enable_timing=True, external=True)  # type: ignore[no-untyped-call]  # torch's

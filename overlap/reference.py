@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -112,10 +113,14 @@ def forward_stage(
         if stage.context is not None:
             stack.enter_context(stage.context())
         if stage.draws_rng:
-            seed = stage_seed(chunk.seed, chunk.steps_done, microbatch, stage.layer, stage.name)
-            stack.enter_context(seeded(seed, default_generators(chunk.device)))
+            seed_at = partial(_seed_at, chunk.seed, microbatch, stage)
+            stack.enter_context(seeded(seed_at(chunk.steps_done), default_generators(chunk.device), seed_at))
         result = stage.forward(*inputs, **({"pinned": pinned} if stage.pins else {}))
     return result if len(stage.writes) != 1 else (result,)
+
+
+def _seed_at(run_seed: int, microbatch: int, stage: Stage, step: int) -> int:
+    return stage_seed(run_seed, step, microbatch, stage.layer, stage.name)
 
 
 def detached(value: Any) -> Any:

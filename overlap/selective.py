@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from overlap.ir import Program, Stage, StageKey
 from recompute.config import RecomputeConfig
 from recompute.errors import ConfigError
-from recompute.modules import STAGE_OF, RecomputeModule
+from recompute.modules import STAGES_OF, RecomputeModule
 from recompute.segments import RecomputeSegment
 
 
@@ -18,7 +18,7 @@ def rebuilt_stages(
     program: Program, config: RecomputeConfig, segments: Sequence[RecomputeSegment]
 ) -> tuple[StageKey, ...]:
     """Stages that are segments of their own, in program order."""
-    names = {STAGE_OF[module] for module in config.modules if module in STAGE_OF}
+    names = {name for module in config.modules for name in STAGES_OF.get(module, ())}
     return tuple(stage.key for stage in _eager(program, segments) if stage.name in names)
 
 
@@ -34,7 +34,7 @@ def modules_of(program: Program) -> tuple[RecomputeModule, ...]:
     """The modules that at least one layer of a program has, in the enum's order."""
     names = {stage.name for stage in program.stages if stage.layer is not None}
     inner = {module for stage in program.stages for module in stage.inner}
-    return tuple(module for module in RecomputeModule if module in inner or STAGE_OF.get(module) in names)
+    return tuple(module for module in RecomputeModule if module in inner or names & {*STAGES_OF.get(module, ())})
 
 
 def check_modules(program: Program, config: RecomputeConfig) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from overlap.check import same_bits
 from overlap.chunk import ModelChunk
+from overlap.cuda_graph import graphed
 from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
 from overlap.lower import Issue
@@ -126,6 +127,7 @@ def verify(
     engine_type: Callable[..., Engine] = Engine,
     reference: Step = reference_step,
     prepare: Prepare = as_is,
+    graph: bool = False,
 ) -> Verdict:
     """Train a copy of `chunk` both ways and compare.
 
@@ -135,6 +137,7 @@ def verify(
         engine_type: What runs the plans of the overlapped side; a control breaks one thing in it.
         reference: The other side's step.
         prepare: Applied to both copies, as what makes them parallel, which cannot be copied.
+        graph: Whether the overlapped side's steps are launched as a CUDA graph, from the third on.
 
     Returns:
         The verdict over all steps.
@@ -154,7 +157,8 @@ def verify(
         peak = max(peak, counter.peak)
         return losses
 
-    verdict = compare_steps(chunk, batches, reference, overlapped, prepare=prepare)
+    found = graphed(overlapped) if graph else overlapped
+    verdict = compare_steps(chunk, batches, reference, found, prepare=prepare)
     return replace(verdict, max_live_segments=peak)
 
 

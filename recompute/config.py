@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Self, TypeVar
 
 from recompute.errors import ConfigError
-from recompute.modules import STAGE_OF, RecomputeModule, parse_modules
+from recompute.modules import STAGES_OF, RecomputeModule, parse_modules
 
 Choice = TypeVar("Choice", bound=StrEnum)
 
@@ -96,8 +96,8 @@ class RecomputeConfig:
         object.__setattr__(self, "keep", parse_choice(Keep, "keep", self.keep))
         check_bool("recompute_mtp", self.recompute_mtp)
         _CHECKS[granularity](self)
-        if self.keep is not Keep.DEVICE and self.method is None and not set(self.modules) & STAGE_OF.keys():
-            rule = f"has no effect unless layers or whole stages ({', '.join(STAGE_OF)}) are recomputed"
+        if self.keep is not Keep.DEVICE and self.method is None and not set(self.modules) & STAGES_OF.keys():
+            rule = f"has no effect unless layers or whole stages ({', '.join(STAGES_OF)}) are recomputed"
             raise ConfigError(field="keep", value=self.keep.value, rule=rule)
 
     @classmethod

@@ -20,7 +20,7 @@ class RecomputeModule(StrEnum):
     """
 
     ATTN = "attn"
-    """The stage up to the all-to-all: norms, attention, router, permutation."""
+    """The stage up to the all-to-all: norms, attention, router, permutation; both stages where it is cut in two."""
     EXPERTS = "experts"
     """The experts of a MoE layer, the feed-forward of a dense one; the rows they received are kept."""
     SHARED_EXPERTS = "shared_experts"
@@ -35,14 +35,14 @@ class RecomputeModule(StrEnum):
     """The activation function of the experts."""
 
 
-STAGE_OF: Mapping[RecomputeModule, str] = MappingProxyType(
+STAGES_OF: Mapping[RecomputeModule, tuple[str, ...]] = MappingProxyType(
     {
-        RecomputeModule.ATTN: "attn",
-        RecomputeModule.EXPERTS: "experts",
-        RecomputeModule.SHARED_EXPERTS: "shared",
+        RecomputeModule.ATTN: ("attn", "post_attn"),
+        RecomputeModule.EXPERTS: ("experts",),
+        RecomputeModule.SHARED_EXPERTS: ("shared",),
     }
 )
-"""The stage that a module is, by name; the other modules lie inside one."""
+"""The stages that a module is, by name, as far as a layer has them; the other modules lie inside one."""
 
 _WITHIN: Mapping[RecomputeModule, RecomputeModule] = MappingProxyType(
     {

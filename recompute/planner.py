@@ -12,7 +12,7 @@ from functools import cached_property
 
 from recompute.config import Granularity, Keep, Method, RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from recompute.modules import STAGE_OF, RecomputeModule
+from recompute.modules import STAGES_OF, RecomputeModule
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
           "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}  # fmt: skip
@@ -147,7 +147,7 @@ def _mixed(block: RecomputeConfig, selection: RecomputeConfig) -> RecomputeConfi
 
 def _kept(config: RecomputeConfig, keeps: Iterable[Keep]) -> Iterator[RecomputeConfig]:
     """The config with its inputs in each of these places, if it has inputs."""
-    kept = config.method is not None or set(config.modules) & STAGE_OF.keys()
+    kept = config.method is not None or set(config.modules) & STAGES_OF.keys()
     return (replace(config, keep=keep) for keep in (keeps if kept else (Keep.DEVICE,)))
 
 

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -32,38 +33,75 @@ def _hashed(place: str) -> int:
     return int.from_bytes(hashlib.blake2b(place.encode(), digest_size=8).digest()) >> 1
 
 
+SeedAt = Callable[[int], int]
+"""Gives the seed of a draw in another step."""
+
+
+class DrawRecorder(Protocol):
+    """Decides what a device's generator does for a draw while a step is recorded to be run again."""
+
+    def begin(self, generator: torch.Generator, seed: int, seed_at: SeedAt | None) -> Callable[[], object]:
+        """Let `generator` draw as from `seed`, in another step as from `seed_at`; returns what puts it back."""
+
+
 class _Seeded:
     """A stretch of code that draws from a seed, and how many parts of it asked for one of their own."""
 
-    __slots__ = ("generators", "given", "seed")
+    __slots__ = ("generators", "given", "seed", "seed_at")
 
-    def __init__(self, seed: int, generators: Sequence[torch.Generator]) -> None:
+    def __init__(self, seed: int, generators: Sequence[torch.Generator], seed_at: SeedAt | None) -> None:
         self.seed = seed
         self.generators = generators
+        self.seed_at = seed_at
         self.given = 0
 
 
 _open: list[_Seeded] = []
+_recorders: list[DrawRecorder] = []
 
 
 @contextmanager
-def seeded(seed: int, generators: Sequence[torch.Generator]) -> Iterator[None]:
+def recorded_by(recorder: DrawRecorder) -> Iterator[None]:
+    """Hand the draws inside, as far as they are a CUDA generator's, to a recorder."""
+    _recorders.append(recorder)
+    try:
+        yield
+    finally:
+        _recorders.pop()
+
+
+@contextmanager
+def seeded(seed: int, generators: Sequence[torch.Generator], seed_at: SeedAt | None = None) -> Iterator[None]:
     """Draw from `seed` inside; the generators continue afterwards as if nothing had been drawn.
 
     Args:
         seed: Seed for each of the generators.
         generators: The live generators that the code inside may draw from (CPU default, device defaults, named ones).
+        seed_at: Gives this draw's seed in another step, for a recorder; None: unknown.
     """
-    restores = [_restorer(generator) for generator in generators]
-    _open.append(_Seeded(seed, generators))
+    restores: list[Callable[[], object]] = []
+    _open.append(_Seeded(seed, generators, seed_at))
     try:
         for generator in generators:
-            generator.manual_seed(seed)
+            restores.append(_begin(generator, seed, seed_at))
         yield
     finally:
         _open.pop()
         for restore in restores:
             restore()
+
+
+def _begin(generator: torch.Generator, seed: int, seed_at: SeedAt | None) -> Callable[[], object]:
+    if _recorders and generator.device.type == "cuda":
+        return _recorders[-1].begin(generator, seed, seed_at)
+    return begin_at(generator, seed)
+
+
+def begin_at(generator: torch.Generator, seed: int) -> Callable[[], object]:
+    """Set a generator to a seed; returns what puts it back to where it is now."""
+    restore = _restorer(generator)
+    generator.manual_seed(seed)
+    return restore
 
 
 def draws_inside(name: str) -> Callable[[], AbstractContextManager[None]] | None:
@@ -81,7 +119,14 @@ def draws_inside(name: str) -> Callable[[], AbstractContextManager[None]] | None
         return None
     around = _open[-1]
     around.given += 1
-    return partial(seeded, _hashed(f"{around.seed}/{name}/{around.given}"), around.generators)
+    inside = partial(_inside, name, around.given)
+    seed_at = around.seed_at
+    later = None if seed_at is None else lambda step: inside(seed_at(step))
+    return partial(seeded, inside(around.seed), around.generators, later)
+
+
+def _inside(name: str, number: int, seed: int) -> int:
+    return _hashed(f"{seed}/{name}/{number}")
 
 
 def _restorer(generator: torch.Generator) -> Callable[[], object]:

@@ -32,6 +32,7 @@ class Tape:
         tracked: Sequence[bool],
         differentiable: Sequence[bool],
         keywords: Mapping[str, Any],
+        sheds: Sequence[int] = (),
     ) -> tuple[Tape, tuple[Any, ...]]:
         """Run `forward` with a graph.
 
@@ -41,6 +42,8 @@ class Tape:
             tracked: Which inputs need a gradient.
             differentiable: Which outputs carry one; its length is the number of outputs.
             keywords: Passed on to `forward`.
+            sheds: Places of inputs that the tape does not hold: their memory goes with whoever else holds them, unless
+                the graph does. No weights: one whose gradient is put off is found by its leaf.
 
         Returns:
             The tape, and the outputs detached from it (same storage).
@@ -48,8 +51,12 @@ class Tape:
         leaves = [
             value.detach().requires_grad_() if track else value for value, track in zip(inputs, tracked, strict=True)
         ]
+        # An input that needs no gradient is the caller's own.
+        sheds = [place for place in sheds if tracked[place]]
         with torch.enable_grad():
-            result = forward(*leaves, **keywords)
+            result = forward(*_given(leaves, sheds), **keywords)
+        for place in sheds:
+            _shed(leaves[place])
         outputs = result if len(differentiable) != 1 else (result,)
         edges: list[GradientEdge | None] = []
         values: list[Any] = []
@@ -90,3 +97,15 @@ class Tape:
             if track:
                 leaf.grad = None
         return gradients
+
+
+def _given(leaves: Sequence[Any], sheds: Sequence[int]) -> Sequence[Any]:
+    """What forward gets: the leaves, or views of those that will be shed, which keep the memory if a graph does."""
+    if not sheds:
+        return leaves
+    return [leaf.view_as(leaf) if place in sheds else leaf for place, leaf in enumerate(leaves)]
+
+
+def _shed(leaf: Tensor) -> None:
+    """Leave of a leaf what a gradient needs: that it is there, and its shape."""
+    leaf.data = leaf.new_empty(1).expand(leaf.shape)

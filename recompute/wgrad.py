@@ -137,7 +137,13 @@ def late_weight_gradient(
     """
     if not _collectors:
         raise RecomputeError("a weight gradient was to be put off, but the backward that ran collects none")
-    _collectors[-1].pending.append(PendingGradient(weight, compute, tensors, add))
+    _put_off(weight, compute, tensors, add)
+
+
+def _put_off(weight: Tensor, compute: Callable[..., Tensor], tensors: tuple[Tensor, ...], add: Add | None) -> None:
+    # without their graph: a saved input's would keep the stage's own inputs alive until the W slot
+    detached = tuple(tensor.detach() for tensor in tensors)
+    _collectors[-1].pending.append(PendingGradient(weight, compute, detached, add))
 
 
 @contextmanager
@@ -167,7 +173,7 @@ def weight_gradient(
     if not weight.requires_grad:
         return None
     if _collectors and weight.is_leaf:
-        _collectors[-1].pending.append(PendingGradient(weight, compute, tensors, add))
+        _put_off(weight, compute, tensors, add)
         return None
     if add is not None and weight.grad is not None and _adds_in_place(weight):
         add(weight.grad, *tensors)

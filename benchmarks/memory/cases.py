@@ -69,6 +69,8 @@ class Case:
     delay_wgrad: bool = False
     wire: Wire = Wire.LOCAL
     wire_scale: float = 1.0
+    graph: bool = False
+    """Launched as one CUDA graph."""
 
     @property
     def name(self) -> str:
@@ -77,7 +79,8 @@ class Case:
         how = f"overlap {self.order}{wgrad}" if self.path is Path.OVERLAP else "contiguous"
         scale = f" x{self.wire_scale:g}" if self.wire in {Wire.HOST_LOOPBACK, Wire.SM_COPY} else ""
         wire = "" if self.wire is Wire.LOCAL else f", {self.wire}{scale}"
-        return f"{self.proxy}: {self.recompute}, {how}{wire}"
+        graph = ", CUDA graph" if self.graph else ""
+        return f"{self.proxy}: {self.recompute}, {how}{wire}{graph}"
 
 
 def memory_cases() -> list[Case]:

@@ -21,16 +21,19 @@ class Tolerance:
     """Largest share above it."""
     below: float = 1.0
     """Largest share below it; 1: it may be any less."""
+    only: str = ""
+    """Part of the names of the cases that it is for; empty: all."""
 
 
 TOLERANCES: tuple[Tolerance, ...] = (
     # The allocator is deterministic: an unexplained gain is a mistake of the benchmark, too.
     Tolerance(field="activation_peak", above=0.02, below=0.02),
     Tolerance(field="reserved", above=0.05),
-    Tolerance(field="step", above=0.08),
-    Tolerance(field="of_bound", above=0.05),
-    Tolerance(field="of_plain", above=0.03),
-    Tolerance(field="replay_exposed_share", above=0.05),
+    # Launched one by one, a step takes as long as the host does, and hosts differ by a factor of two.
+    Tolerance(field="step", above=0.08, only="CUDA graph"),
+    Tolerance(field="of_bound", above=0.02, only="CUDA graph"),
+    Tolerance(field="of_plain", above=0.03, only="CUDA graph"),
+    Tolerance(field="replay_exposed_share", above=0.05, only="CUDA graph"),
 )
 
 
@@ -87,7 +90,7 @@ def _failures(
 ) -> Iterator[Failure]:
     for tolerance in tolerances:
         name = tolerance.field
-        if not golden.get(name) or name not in found:
+        if not golden.get(name) or name not in found or tolerance.only not in str(golden["name"]):
             continue
         low, high = golden[name] * (1 - tolerance.below), golden[name] * (1 + tolerance.above)
         if not low <= found[name] <= high:

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.memory.golden import Payload
 
-_HIDDEN = frozenset({"steps", "trace"})
+_HIDDEN = frozenset({"steps"})
 """Fields for programs only."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 from benchmarks.memory.cases import MICROBATCHES, PROXIES, SEQ, Case, Path, Wire
 from overlap.chunk import ModelChunk
 from overlap.contiguous import contiguous_step
+from overlap.cuda_graph import WARM_UP, GraphedStep
 from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.sm_copy import SmCopy
 from overlap.ir import Lane
 from overlap.model import Decoder, ModelConfig, MoELayer
-from overlap.observe import TimedLanes
+from overlap.observe import TimedLanes, graph_event
 from overlap.orders import Order
 from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
@@ -91,16 +93,19 @@ class Bench:
 
     def step_of(self, case: Case) -> Callable[[], None]:
         """A call that runs one step of a case."""
-        chunk = self.chunk(case)
+        return self._step_on(self.chunk(case), case)
+
+    def _step_on(self, chunk: ModelChunk, case: Case) -> Callable[[], None]:
         run = train_step if case.path is Path.OVERLAP else contiguous_step
+        graphed = GraphedStep(chunk, run) if case.graph else partial(run, chunk)
 
         def step() -> None:
-            run(chunk, self.feeds)
+            graphed(self.feeds)
 
         return step
 
     def measure(self, case: Case, steps: int = 3) -> Measured:
-        """Two steps to warm up, then `steps` measured ones."""
+        """Two steps to warm up, then `steps` measured ones; a CUDA graph is recorded in the first of these."""
         step = self.step_of(case)
         step()
         step()
@@ -154,13 +159,16 @@ class Bench:
 
     def record(self, case: Case) -> Timeline:
         """A step of a case, slot by slot."""
-        lanes = TimedLanes(DEVICE)
+        lanes = TimedLanes(DEVICE, event=graph_event if case.graph else None)
         chunk = self.chunk(case)
         chunk.lanes = lanes
-        for _ in range(3):
-            train_step(chunk, self.feeds)
-            timeline = lanes.timeline(case.name)
-        return timeline
+        step = self._step_on(chunk, case)
+        for _ in range(WARM_UP + 1):
+            lanes.forget()
+            step()
+        if case.graph:  # the launch after the one that follows the recording
+            step()
+        return lanes.timeline(case.name)
 
     def host_ms(self, case: Case) -> tuple[int, float]:
         """Slots of a step, and the milliseconds that the host takes to issue them (median of 5).
@@ -183,8 +191,8 @@ class Bench:
         """Step times of several cases, measured in turns so that drift hits all alike."""
         steps = [self.step_of(case) for case in cases]
         for step in steps:
-            step()
-            step()
+            for _ in range(WARM_UP + 1):
+                step()
         times: list[list[float]] = [[] for _ in cases]
         for number in range(rounds):
             # each round starts elsewhere, so that no case always follows the same one

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -32,7 +32,7 @@ from overlap.memory.oracle import highest_of
 from overlap.model import Decoder, ModelConfig
 from overlap.orders import get_order
 from overlap.planning.chunks import ChunkShape
-from overlap.planning.device_kernels import DeviceKernels, register_flops
+from overlap.planning.device_kernels import INSIDE, DeviceKernels, register_flops
 from overlap.planning.survey import CUDA_BLOCK, distinct_layers, spread, stand_in
 from overlap.step import train_step
 
@@ -64,6 +64,9 @@ class Oracle:
 
     Args:
         proxy: Name of its shape.
+
+    Attributes:
+        footprints: By granule.
     """
 
     def __init__(self, proxy: str) -> None:
@@ -73,26 +76,30 @@ class Oracle:
         few = distinct_layers(shape)
         layers = partial(stand_in, shape, few)
         with fake_chunk(lambda: _chunk(self._config, few.layers)) as chunk, DeviceKernels():
-            found = {granule: take_footprint(chunk, _feeds(), granule=granule) for granule in GRANULES}
+            found = {granule: take_footprint(chunk, _feeds(), granule=granule, inside=INSIDE) for granule in GRANULES}
         with fake_chunk(lambda: _chunk(self._config, shape.layers)) as chunk:
-            self._footprints: dict[int, Footprint] = {
+            self.footprints: dict[int, Footprint] = {
                 granule: spread(one, chunk.program, layers) for granule, one in found.items()
             }
             self._module = chunk.module
 
-    def predict(self, case: Case) -> Predicted:
-        """One case."""
-        chunk = ModelChunk(
+    def chunk(self, case: Case) -> ModelChunk:
+        """The model under a case's settings, without data."""
+        return ModelChunk(
             self._module,
             recompute=case.recompute,
             order=get_order(case.order, case.recompute.replay),
             delay_wgrad=case.delay_wgrad,
         )
-        exact, rounded = ([self._footprints[granule]] * MICROBATCHES for granule in (1, CUDA_BLOCK))
-        bins = predict_step(chunk, exact).peaks.bins
+
+    def predict(self, case: Case) -> Predicted:
+        """One case."""
+        chunk = self.chunk(case)
+        exact, rounded = ([self.footprints[granule]] * MICROBATCHES for granule in (1, CUDA_BLOCK))
+        bins = predict_step(chunk, exact, streams=True).peaks.bins
         return Predicted(
             name=case.name,
-            peak=highest_of(chunk, rounded).bytes / _MIB,
+            peak=highest_of(chunk, rounded, streams=True).bytes / _MIB,
             bins={kind.value: bins[kind] / _MIB for kind in Bin},
         )
 
@@ -104,8 +111,8 @@ def oracle() -> list[dict[str, Any]]:
         predictions, bench = Oracle(proxy), Bench(proxy)
         for case in overlapped():
             if case.proxy == proxy:
-                rows.append(_compare(predictions.predict(case), *_measure(bench, case)))
-                print(_line(rows[-1]), flush=True)
+                rows.append(compare(predictions.predict(case), *_measure(bench, case)))
+                print("\n".join(lines(rows[-1])), flush=True)
         del bench
         gc.collect()
         torch.cuda.empty_cache()
@@ -131,7 +138,14 @@ def _measure(bench: Bench, case: Case) -> tuple[float, dict[str, float]]:
     return peak, {kind.value: bins[kind] / _MIB for kind in Bin}
 
 
-def _compare(predicted: Predicted, peak: float, bins: dict[str, float]) -> dict[str, Any]:
+def compare(predicted: Predicted, peak: float, bins: dict[str, float]) -> dict[str, Any]:
+    """The row of one case.
+
+    Args:
+        predicted: Its prediction.
+        peak: Measured, MiB.
+        bins: Measured, MiB by kind.
+    """
     ratios = {kind: predicted.bins[kind] / bins[kind] for kind in bins if bins[kind]}
     missing = [kind for kind in bins if not bins[kind] and predicted.bins[kind]]
     close = all(abs(ratio - 1) <= TOLERANCE for ratio in [*ratios.values(), predicted.peak / peak])
@@ -147,10 +161,18 @@ def _compare(predicted: Predicted, peak: float, bins: dict[str, float]) -> dict[
     }
 
 
-def _line(row: dict[str, Any]) -> str:
+def lines(row: dict[str, Any]) -> Iterator[str]:
+    """A row as text; with every kind of memory where the prediction misses."""
     figures = f"measured {row['activation_peak']:8.1f} MiB  predicted {row['predicted_peak']:8.1f}"
     worst = max((abs(ratio - 1) for ratio in row["bin_ratios"].values()), default=0.0)
-    return f"{row['name']:60s} {figures}  ratio {row['peak_ratio']:.4f}  worst bin {worst:.2%} off"
+    yield f"{row['name']:60s} {figures}  ratio {row['peak_ratio']:.4f}  worst bin {worst:.2%} off"
+    if row["within"]:
+        return
+    for kind, measured in row["bins"].items():
+        predicted = row["predicted_bins"][kind]
+        if measured or predicted:
+            ratio = row["bin_ratios"].get(kind, float("inf"))
+            yield f"    {kind:16s} measured {measured:8.2f}  predicted {predicted:8.2f}  ratio {ratio:.4f}"
 
 
 def _chunk(config: ModelConfig, layers: int) -> ModelChunk:

@@ -156,8 +156,9 @@ class RankBench:
         chunk.lanes = lanes
         for _ in range(2):
             dist.barrier(self._world.formed.everyone)
+            lanes.forget()
             train_step(chunk, self._feeds)
-            timeline = lanes.timeline(case.name)
+        timeline = lanes.timeline(case.name)
         found = exposure(timeline, 0.0, timeline.end, ())
         total = timeline.busy(Lane.COMM, 0.0, timeline.end)
         alone = sum(found.exposed.values())

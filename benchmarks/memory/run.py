@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path as FilePath
 from typing import Any
 
@@ -22,8 +23,11 @@ from benchmarks.memory.cases import PROXIES, memory_cases
 from benchmarks.memory.markdown import markdown
 from benchmarks.memory.measure import Bench, Measured
 from benchmarks.memory.oracle import oracle
+from benchmarks.memory.slots import slots
 from benchmarks.memory.speed import exposed, host, loopback, overhead, queues, wide
 from benchmarks.memory.te import te, te_light
+from overlap.backends import load_backend
+from overlap.timeline import chrome_trace
 
 BACKEND = SDPBackend.CUDNN_ATTENTION
 """The fastest that takes MLA's unequal head widths; its backward does not reproduce itself, so tests use another."""
@@ -67,24 +71,27 @@ def report(result: Measured) -> None:
     print(f"{line}  step {result.step:8.1f} ms", flush=True)
 
 
-SUITES: dict[str, Sequence[tuple[str, Callable[[], list[dict[str, Any]]]]]] = {
+Part = tuple[str, Callable[[], list[dict[str, Any]]]]
+GRAPH: tuple[Part, ...] = (
+    ("graph_overhead", partial(overhead, graph=True)),
+    ("graph_loopback", partial(loopback, graph=True)),
+    ("graph_exposed", partial(exposed, graph=True)),
+)
+"""Steps launched as CUDA graphs: the host does not set their times."""
+SUITES: dict[str, Sequence[Part]] = {
     "memory": (("memory", memory),),
     "oracle": (("oracle", oracle),),
+    "oracle-slots": (("slots", slots),),
     "overhead": (("overhead", overhead),),
     "loopback": (("loopback", loopback),),
     "wide": (("wide", wide),),
     "exposed": (("exposed", exposed),),
     "host": (("host", host),),
+    "graph": GRAPH,
     "queues": (("queues", queues),),
     "te": (("te", te),),
     "te-light": (("te", te_light),),
-    "h200": (
-        ("memory", memory),
-        ("overhead", overhead),
-        ("loopback", loopback),
-        ("exposed", exposed),
-        ("host", host),
-    ),
+    "h200": (*GRAPH, ("memory", memory), ("host", host), ("overhead", overhead), ("loopback", loopback)),
 }
 
 
@@ -101,17 +108,39 @@ def main() -> int:
         return compare.show(*map(FilePath, args.compare))
     if args.suite is None:
         parser.error("give --suite or --compare")
+    if args.suite.startswith("te"):
+        # Its libraries go by the cuDNN that is loaded first; torch loads its own when it is first used.
+        load_backend("te")
+    folder = FilePath(args.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{args.suite}{args.tag}.json"
     payload: dict[str, Any] = {"suite": args.suite, "environment": environment()}
     with sdpa_kernel(BACKEND):
         for name, part in SUITES[args.suite]:
             payload[name] = part()
-    folder = FilePath(args.out)
-    folder.mkdir(parents=True, exist_ok=True)
-    target = folder / f"{args.suite}{args.tag}.json"
-    target.write_text(json.dumps(payload, indent=1) + "\n")
-    target.with_suffix(".md").write_text(markdown(payload))
+            write(target, payload)  # after each part: what is measured is kept if a later one fails
     print(f"wrote {target}")
     return check(payload) if args.check else 0
+
+
+def write(target: FilePath, payload: dict[str, Any]) -> None:
+    """Write the results as JSON and Markdown; timelines go to a trace beside them.
+
+    Args:
+        target: The JSON file.
+        payload: The suite's name, its environment, and the rows of each part.
+    """
+    rows = [row for part in payload.values() if isinstance(part, list) for row in part]
+    timelines = [row["timeline"] for row in rows if "timeline" in row]
+    if timelines:
+        trace = json.dumps(chrome_trace(timelines))
+        target.with_name(f"{target.stem}_trace.json").write_text(trace + "\n")
+    plain = {
+        name: [{k: v for k, v in row.items() if k != "timeline"} for row in part] if isinstance(part, list) else part
+        for name, part in payload.items()
+    }
+    target.write_text(json.dumps(plain, indent=1) + "\n")
+    target.with_suffix(".md").write_text(markdown(plain))
 
 
 def check(payload: dict[str, Any]) -> int:

@@ -15,7 +15,6 @@ from overlap.orders import format_order, get_order
 from overlap.search import search
 from overlap.simulate import exposure
 from overlap.synthetic import MOE, System
-from overlap.timeline import chrome_trace
 from recompute import RecomputeConfig
 
 UNIFORM = RecomputeConfig.uniform(1)
@@ -24,30 +23,30 @@ SHARE = 0.35
 """Communication's share of the exposed step, in the loopback runs."""
 
 
-def overhead() -> list[dict[str, Any]]:
-    """Nothing to hide: the overlapped step beside the plain one, in turns."""
+def overhead(*, graph: bool = False) -> list[dict[str, Any]]:
+    """Nothing to hide: the overlapped step beside the plain one, in turns; each a CUDA graph if asked."""
     bench = Bench("proxy-8")
-    plain = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM)
-    cases = [plain, *(Case(proxy="proxy-8", recompute=UNIFORM, order=order) for order in ORDERS)]
-    cases.append(Case(proxy="proxy-8", recompute=hidden(UNIFORM)))
+    base = Case(proxy="proxy-8", recompute=UNIFORM, graph=graph)
+    cases = [replace(base, path=Path.CONTIGUOUS), *(replace(base, order=order) for order in ORDERS)]
+    cases.append(replace(base, recompute=hidden(UNIFORM)))
     results = bench.paired(cases)
     _report(results)
     return [asdict(result) | {"of_plain": result.step / results[0].step} for result in results]
 
 
-def loopback() -> list[dict[str, Any]]:
+def loopback(*, graph: bool = False) -> list[dict[str, Any]]:
     """Communication worth SHARE of the exposed step: exposed, overlapped, and with the replay hidden."""
-    return _loopback(Bench("proxy-8"))
+    return _loopback(Bench("proxy-8"), graph)
 
 
 def wide() -> list[dict[str, Any]]:
     """The same with microbatches of two sequences, whose kernels take longer than the host takes to launch them."""
-    return _loopback(Bench("proxy-8", batch=2))
+    return _loopback(Bench("proxy-8", batch=2), graph=False)
 
 
-def _loopback(bench: Bench) -> list[dict[str, Any]]:
-    scale = _calibrate(bench)
-    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale)
+def _loopback(bench: Bench, graph: bool) -> list[dict[str, Any]]:
+    scale = _calibrate(bench, graph)
+    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale, graph=graph)
     local = replace(base, wire=Wire.LOCAL, wire_scale=1.0)
     cases = [
         local,
@@ -78,10 +77,11 @@ def _searched(bench: Bench, base: Case) -> str:
     return table
 
 
-def exposed() -> list[dict[str, Any]]:
+def exposed(*, graph: bool = False) -> list[dict[str, Any]]:
     """Where the replay's all-to-alls run, from recorded steps: how much of them has no compute beside it."""
     bench = Bench("proxy-8")
-    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=_calibrate(bench))
+    scale = _calibrate(bench, graph)
+    base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale, graph=graph)
     cases = [replace(base, order=order, recompute=rule) for order in ORDERS for rule in (UNIFORM, hidden(UNIFORM))]
     cases.append(replace(cases[-1], delay_wgrad=True))
     rows = []
@@ -98,7 +98,7 @@ def exposed() -> list[dict[str, Any]]:
         share = found.exposed.get("R.dispatch", 0.0) / total["R.dispatch"]
         print(f"{case.name:80s} replayed all-to-all exposed {share:.1%}", flush=True)
         rows.append({"name": case.name, "exposed": dict(found.exposed), "total": total, "replay_exposed_share": share})
-        rows[-1]["trace"] = chrome_trace([timeline])
+        rows[-1]["timeline"] = timeline
     return rows
 
 
@@ -128,9 +128,9 @@ def queues() -> list[dict[str, Any]]:
     return [asdict(result) for result in results]
 
 
-def _calibrate(bench: Bench) -> float:
+def _calibrate(bench: Bench, graph: bool) -> float:
     """The scale at which communication is SHARE of the contiguous step, where all of it is exposed."""
-    probe = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM, wire=Wire.HOST_LOOPBACK)
+    probe = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, graph=graph)
     local, full = bench.paired([replace(probe, wire=Wire.LOCAL), probe], rounds=5)
     wire = full.step - local.step
     return SHARE / (1 - SHARE) * local.step / wire

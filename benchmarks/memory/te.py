@@ -61,28 +61,30 @@ def te() -> list[dict[str, Any]]:
 
 
 def te_light() -> list[dict[str, Any]]:
-    """Uniform 1 with exposed and hidden replay on proxy-8, exposed on proxy-16; torch's layers for comparison."""
-    attention = _torch_attention()
-    one = RecomputeConfig.uniform(1)
+    """Uniform 1 with exposed and hidden replay, few steps; torch's layers last, for comparison."""
     results: list[Measured] = []
-    for proxy, arm, rules in (
-        ("proxy-8", "te bf16", (one, hidden(one))),
-        ("proxy-8", "te fp8 block", (one, hidden(one))),
-        ("proxy-8", "torch bf16", (one, hidden(one))),
-        ("proxy-16", "te bf16", (one,)),
-        ("proxy-16", "torch bf16", (one,)),
-    ):
-        label = f"torch bf16 with {attention.name}" if arm == "torch bf16" else arm
-        bench = BackendBench(proxy, arm)
-        with sdpa_kernel(attention):
-            for rule in rules:
-                case = Case(proxy=proxy, recompute=rule)
-                results.append(replace(bench.measure(case, steps=3), name=f"{label}, {case.name}"))
-                _report(results[-1])
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+    for proxy in PROXIES:
+        for arm in ("te bf16", "te fp8 block"):
+            results += _light(proxy, arm, arm)
+    attention = _torch_attention()
+    with sdpa_kernel(attention):
+        for proxy in PROXIES:
+            results += _light(proxy, "torch bf16", f"torch bf16 with {attention.name}")
     return [asdict(result) for result in results]
+
+
+def _light(proxy: str, arm: str, label: str) -> list[Measured]:
+    one = RecomputeConfig.uniform(1)
+    bench = BackendBench(proxy, arm)
+    results = []
+    for rule in (one, hidden(one)):
+        case = Case(proxy=proxy, recompute=rule)
+        results.append(replace(bench.measure(case, steps=2), name=f"{label}, {case.name}"))
+        _report(results[-1])
+    del bench
+    gc.collect()
+    torch.cuda.empty_cache()
+    return results
 
 
 def _torch_attention() -> SDPBackend:

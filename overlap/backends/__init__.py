@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from overlap.model.fp8 import Fp8Config
     from overlap.parallel.world import World
 
-BACKENDS = ("torch", "te")
+BACKENDS = ("torch", "te", "te-modules")
 
 
 def load_backend(name: str, fp8: Fp8Config | None = None, world: World | None = None) -> Backend:
@@ -20,7 +20,7 @@ def load_backend(name: str, fp8: Fp8Config | None = None, world: World | None = 
 
     Args:
         name: One of `BACKENDS`.
-        fp8: Low precision; `te` only.
+        fp8: Low precision; `te` and `te-modules` only.
         world: This rank, if others hold the same weights: scales of recipe `delayed` are theirs too.
 
     Raises:
@@ -39,5 +39,6 @@ def load_backend(name: str, fp8: Fp8Config | None = None, world: World | None = 
         rule = f"needs Transformer Engine: pip install moe-recompute-overlap[te] ({error})"
         raise ConfigError(field="backend", value=name, rule=rule) from error
     groups = None if world is None else world.groups
-    made = module.TEBackend(fp8) if groups is None else module.TEBackend(fp8, groups.data, groups.expert_data)
+    data, expert_data = (None, None) if groups is None else (groups.data, groups.expert_data)
+    made = module.TEBackend(fp8, data, expert_data, modules=name == "te-modules")
     return made

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from overlap.backends.te_attention import TECoreAttention, TENorm
-from overlap.backends.te_layers import TEExperts, TELinear, from_torch_experts
+from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
 from overlap.backends.te_scaling import DelayedState, advance, make_recipe, precision
 from overlap.ir import StepState
 from overlap.model.attention import CoreAttention
@@ -28,12 +28,15 @@ from recompute.errors import ConfigError
 class TEBackend:
     """Transformer Engine, for one model; see overlap.model.backend.
 
+    It takes what is gained by: norms, attention, and products in 8 bits by its kernels. In bfloat16 its products are
+    the same library's as torch's, at several times the host time, so those stay the model's own.
     The router and the loss stay torch's: they compute in float32, and without logits.
 
     Args:
         fp8: Recipe and layers of low precision; None: none.
         amax_group: Ranks with the same weights: maxima of recipe `delayed` are reduced over it, once per step.
         expert_amax_group: The same for experts.
+        modules: Products by Transformer Engine's own modules (backend te-modules), in every precision.
 
     Raises:
         ConfigError: The device cannot run the recipe.
@@ -44,10 +47,13 @@ class TEBackend:
         fp8: Fp8Config | None = None,
         amax_group: ProcessGroup | None = None,
         expert_amax_group: ProcessGroup | None = None,
+        *,
+        modules: bool = False,
     ) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(field="backend", value="te", rule="needs an NVIDIA GPU: Transformer Engine has no others")
         self.fp8 = fp8
+        self.modules = modules
         self._group = amax_group
         self._expert_group = expert_amax_group
         self._recipe = None if fp8 is None else make_recipe(fp8)
@@ -75,9 +81,9 @@ class TEBackend:
         return model
 
     def context(self, layer: int, layers: int) -> Context | None:
-        """The recipe's context; None where the layer stays in the model's type."""
+        """The context of Transformer Engine's modules in 8 bits; None elsewhere: its kernels know their recipe."""
         recipe = self._recipe_of(layer, layers)
-        return None if recipe is None else precision(recipe, self._group)
+        return None if recipe is None or not self.modules else precision(recipe, self._group)
 
     def step_states(self, model: Decoder) -> tuple[StepState, ...]:
         """The maxima of delayed scaling."""
@@ -117,17 +123,18 @@ class TEBackend:
                 setattr(module, name, found)
 
     def _replacement(self, module: nn.Module, config: ModelConfig, recipe: Any, where: str) -> nn.Module:
-        if type(module) is Linear:
+        products = self.modules or recipe is not None
+        if type(module) is Linear and products:
             self._check_widths(recipe, where, *module.weight.shape)
-            return TELinear(module.weight, recipe)
+            return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
         if type(module) is RMSNorm:
             return TENorm(module.weight, module.eps)
         if type(module) is CoreAttention:
-            return TECoreAttention(config)
-        if type(module) is GroupedExperts:
+            return TECoreAttention(config, self.modules)
+        if type(module) is GroupedExperts and products:
             self._check_widths(recipe, where, *module.gate_up.shape[1:], *module.down.shape[1:])
             multiple = 1 if recipe is None or self.fp8 is None else ROW_MULTIPLE[self.fp8.recipe]
-            return from_torch_experts(module, recipe, multiple)
+            return from_torch_experts(module, recipe, multiple, self.modules)
         return module
 
     def _check_widths(self, recipe: Any, where: str, *widths: int) -> None:

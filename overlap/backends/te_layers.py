@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from overlap.backends.te_grouped import Fp8GroupedProduct
+from overlap.backends.te_linear import Fp8Product
 from overlap.backends.te_products import GroupedProduct, Product
 from overlap.backends.te_scaling import make_state
 from overlap.dispatch import Arrival, Routing
@@ -22,6 +24,9 @@ from overlap.model.init import Sliced
 from overlap.model.row_padding import make_padding
 from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
+
+_PRODUCTS = ("_product", "_products")
+"""Attributes that are made, not copied."""
 
 
 class TELayer(nn.Module):
@@ -42,7 +47,7 @@ class TELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the products out."""
-        return {name: value for name, value in self.__dict__.items() if not isinstance(value, Product | GroupedProduct)}
+        return {name: value for name, value in self.__dict__.items() if name not in _PRODUCTS}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
@@ -59,7 +64,7 @@ class TELinear(TELayer):
 
     Args:
         weight: Its parameter, [O, I].
-        recipe: Transformer Engine's recipe, or None.
+        recipe: Transformer Engine's recipe.
     """
 
     def __init__(self, weight: nn.Parameter, recipe: Any) -> None:
@@ -71,11 +76,19 @@ class TELinear(TELayer):
 
     def bind(self) -> None:
         """Make the product."""
-        self._product = Product(self.weight, self.recipe, self.scaling)
+        self._product: Fp8Product | Product = Fp8Product(self.weight, self.recipe, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
         return self._product(self.weight, x)
+
+
+class TEModuleLinear(TELinear):
+    """The same by Transformer Engine's module; its recipe may be None."""
+
+    def bind(self) -> None:
+        """Make the product."""
+        self._product = Product(self.weight, self.recipe, self.scaling)
 
 
 class TEExperts(TELayer, Sliced):
@@ -86,7 +99,7 @@ class TEExperts(TELayer, Sliced):
         held: Those whose weights are here; E of them.
         gate_up: [E, 2*W, C].
         down: [E, C, W].
-        recipe: Transformer Engine's recipe, or None.
+        recipe: Transformer Engine's recipe.
         multiple: What the rows of an expert are padded to a multiple of.
     """
 
@@ -102,17 +115,50 @@ class TEExperts(TELayer, Sliced):
         self.down_scaling = make_state(recipe, len(down), down.device)
         self.bind()
 
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """The rows: of them columns in 8 bits are kept."""
+        return (0,)
+
     def bind(self) -> None:
         """Make both products."""
-        self._first = GroupedProduct(self.gate_up, self.recipe, self.gate_up_scaling)
-        self._second = GroupedProduct(self.down, self.recipe, self.down_scaling)
+        self._products: Any = tuple(
+            Fp8GroupedProduct(weight, self.recipe, state, self.multiple)
+            for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
+        )
 
     def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
+        first, second = self._products
+        splits = host_counts(routing.counts)
+        inner = first(self.gate_up, rows, splits)
+        weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
+        result: Tensor = second(self.down, weighted, splits)
+        return result
+
+
+class TEModuleExperts(TEExperts):
+    """The same by Transformer Engine's module; its recipe may be None."""
+
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """The rows, unless they are kept as they are."""
+        return () if self.recipe is None else (0,)
+
+    def bind(self) -> None:
+        """Make both products."""
+        self._products = tuple(
+            GroupedProduct(weight, self.recipe, state)
+            for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
+        )
+
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+        """Apply each row's expert; arguments and result as GroupedExperts'."""
+        first, second = self._products
         padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
-        inner = self._first(self.gate_up, padding.pad(rows), padding.splits)
+        inner = first(self.gate_up, padding.pad(rows), padding.splits)
         weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, padding.pad(probs))
-        return padding.unpad(self._second(self.down, weighted, padding.splits))
+        return padding.unpad(second(self.down, weighted, padding.splits))
 
 
 _ON_HOST: MutableMapping[Tensor, list[int]] = WeakTensorKeyDictionary()
@@ -131,11 +177,12 @@ def host_counts(counts: Tensor) -> list[int]:
     return known
 
 
-def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int) -> TEExperts:
+def from_torch_experts(experts: GroupedExperts, recipe: Any, multiple: int, modules: bool) -> TEExperts:
     """The same experts: [E, I, O] -> [E, O, I], each matrix contiguous."""
     with torch.no_grad():
         gate_up, down = (
             nn.Parameter(weight.transpose(1, 2).contiguous(), requires_grad=weight.requires_grad)
             for weight in (experts.gate_up, experts.down)
         )
-    return TEExperts(experts.whole, experts.held, gate_up, down, recipe, multiple)
+    made = TEModuleExperts if modules else TEExperts
+    return made(experts.whole, experts.held, gate_up, down, recipe, multiple)

@@ -1,4 +1,4 @@
-"""Products of Transformer Engine with our weights: one matrix, or a group of them.
+"""Products by Transformer Engine's modules (backend te-modules): one matrix, or a group of them.
 
 Transformer Engine's modules hold no weight here (theirs are on the meta device): every call sees the weight through
 stand-ins, and hands its weight gradient to a store of its own (recompute.wgrad_store). There is no queue of a module to
@@ -23,6 +23,7 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
+from overlap.backends.te_casts import flat
 from overlap.backends.te_scaling import DelayedState, keep_out_of_process_lists
 from recompute.wgrad_store import NO_STORE, Job, stand_ins
 
@@ -163,20 +164,9 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _flat(objects: Sequence[Any]) -> tuple[tuple[Tensor | None, ...], Callable[..., list[Any]]]:
-    """Quantised tensors as plain ones, and what puts them together again."""
-    tensors, shells = te.prepare_for_saving(*objects)
-
-    def restore(*plain: Tensor | None) -> list[Any]:
-        whole: list[Any] = te.restore_from_saved(shells, list(plain))
-        return whole
-
-    return tuple(tensors), restore
-
-
 def _linear_job(dtype: torch.dtype, objects: Sequence[Any], function: Callable[..., Any]) -> Job:
     """te.Linear puts [input, output gradient] and a function of both that returns (gradient, None)."""
-    tensors, restore = _flat(objects)
+    tensors, restore = flat(objects)
 
     def compute(*plain: Tensor | None) -> Tensor:
         gradient: Tensor = function(*restore(*plain))[0]
@@ -194,7 +184,7 @@ def _grouped_job(weight: Tensor, objects: Sequence[Any], function: Callable[...,
     experts, dtype = len(inputs), weight.dtype
     splits: list[int] = function.keywords["m_splits"]  # type: ignore[attr-defined]  # it is a partial
     compute_dtype: torch.dtype = function.keywords["out_dtype"]  # type: ignore[attr-defined]
-    tensors, restore = _flat([*inputs, *gradients])
+    tensors, restore = flat([*inputs, *gradients])
     step = max(_PIECE_BYTES // (weight[0].numel() * weight.element_size()), 1)
 
     def fill(out: Tensor, whole: list[Any], first: int) -> Tensor:

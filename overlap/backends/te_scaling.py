@@ -29,7 +29,7 @@ from overlap.model.fp8 import Fp8Config, Recipe
 from overlap.model.precision import WideBuffers
 from recompute.errors import ConfigError
 
-_MODES = (("forward", 3), ("backward", 2))
+MODES = (("forward", 3), ("backward", 2))
 """Direction, and the tensors of one product that are scaled in it."""
 
 
@@ -74,7 +74,7 @@ class DelayedState(WideBuffers):
 
     def __init__(self, recipe: Any, products: int, device: torch.device) -> None:
         super().__init__()
-        for mode, tensors in _MODES:
+        for mode, tensors in MODES:
             count = products * tensors
             self.register_buffer(f"scale_{mode}", torch.ones(count, dtype=torch.float32, device=device))
             length = recipe.amax_history_len
@@ -89,20 +89,23 @@ class DelayedState(WideBuffers):
         """Have a module of Transformer Engine read these scales and write these maxima."""
         with te.autocast(enabled=True, recipe=recipe):
             inner.init_fp8_metadata(num_gemms=products)
-        for mode, _ in _MODES:
+        for mode, _ in MODES:
             key = FP8GlobalStateManager.get_meta_tensor_key(forward=mode == "forward")
             state = inner.fp8_meta[key]
-            scale, amax = self.part("scale", mode), self.part("amax", mode)
-            state.scale, state.amax_history = scale, self.part("history", mode)
-            inner.quantizers[key] = [
-                te.Float8Quantizer(scale[place], amax[place : place + 1], state.dtype) for place in range(len(scale))
-            ]
+            state.scale, state.amax_history = self.part("scale", mode), self.part("history", mode)
+            inner.quantizers[key] = self.quantizers(mode, recipe)
+
+    def quantizers(self, mode: str, recipe: Any) -> list[Any]:
+        """Casts of a direction's tensors, in order, by these scales and into these maxima."""
+        scale, amax = self.part("scale", mode), self.part("amax", mode)
+        dtype = get_fp8_te_dtype(recipe, mode == "forward")
+        return [te.Float8Quantizer(scale[place], amax[place : place + 1], dtype) for place in range(len(scale))]
 
 
 @torch.no_grad()
 def advance(states: Sequence[DelayedState], recipe: Any, group: ProcessGroup | None) -> None:
     """Make the maxima of a step an entry of every history, and compute the next step's scales."""
-    for mode, _ in _MODES:
+    for mode, _ in MODES:
         maxima = [state.part("amax", mode) for state in states]
         together = torch.cat(maxima)
         if recipe.reduce_amax and group is not None:

@@ -1,4 +1,4 @@
-"""Router scores in Triton: probabilities at the chosen experts and the rows of both losses, one kernel each way.
+"""Router scores in Triton: probabilities at the chosen experts and a token's part of both losses, one kernel each way.
 
 A program takes one token. Legend: T tokens, E experts, k experts per token.
 """
@@ -14,7 +14,7 @@ _TINY = tl.constexpr(1e-20)
 
 @triton.jit  # type: ignore[untyped-decorator]  # no stubs
 def _forward_kernel(  # type: ignore[no-untyped-def]
-    logits, ids, counts, padding, probs, aux, squares, experts, topk, scale,
+    logits, ids, counts, padding, probs, parts, tokens, experts, topk, scale, aux_scale, z_scale,
     SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -36,15 +36,15 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     if PADDED:
         keep = 1.0 - tl.load(padding + token).to(tl.float32)
     share = tl.load(counts + every, mask=inside, other=0).to(tl.float32)
-    tl.store(aux + token, keep * tl.sum(share * score, 0) / (tl.sum(score, 0) + _TINY))
+    tl.store(parts + token, keep * aux_scale * tl.sum(share * score, 0) / (tl.sum(score, 0) + _TINY))
     logsum = tl.log(mass) + top
-    tl.store(squares + token, keep * logsum * logsum)
+    tl.store(parts + tokens + token, keep * z_scale * logsum * logsum)
 
 
 @triton.jit  # type: ignore[untyped-decorator]  # no stubs
 def _backward_kernel(  # type: ignore[no-untyped-def]
-    logits, ids, counts, padding, grad_probs, grad_aux, aux_stride, grad_squares, squares_stride, grad_logits,
-    experts, topk, scale,
+    logits, ids, counts, padding, grad_probs, grad_aux, grad_z, grad_logits,
+    experts, topk, scale, aux_scale, z_scale,
     SIGMOID: tl.constexpr, NORMALISE: tl.constexpr, PADDED: tl.constexpr, EXPERTS: tl.constexpr, TOPK: tl.constexpr,
     STEPS: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,7 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         keep = 1.0 - tl.load(padding + token).to(tl.float32)
     share = tl.load(counts + every, mask=inside, other=0).to(tl.float32)
     total = tl.sum(score, 0) + _TINY
-    weight = keep * tl.load(grad_aux + token * aux_stride)
+    weight = keep * aux_scale * tl.load(grad_aux)
     grad_score = weight * (share / total - tl.sum(share * score, 0) / (total * total))
     slot = tl.arange(0, TOPK)
     used = slot < topk
@@ -83,15 +83,15 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
     else:
         grad_logit = score * (grad_score - tl.sum(tl.where(inside, grad_score * score, 0.0), 0))
     logsum = tl.log(mass) + top
-    grad_logit += keep * tl.load(grad_squares + token * squares_stride) * 2.0 * logsum * softmax
+    grad_logit += keep * z_scale * tl.load(grad_z) * 2.0 * logsum * softmax
     tl.store(grad_logits + token * experts + every, grad_logit, mask=inside)
 
 
 def score_forward(
-    logits: Tensor, ids: Tensor, counts: Tensor, padding: Tensor | None, probs: Tensor, aux: Tensor, squares: Tensor,
-    scale: float, sigmoid: bool, normalise: bool,
+    logits: Tensor, ids: Tensor, counts: Tensor, padding: Tensor | None, probs: Tensor, parts: Tensor,
+    scale: float, sigmoid: bool, normalise: bool, aux: float, z: float,
 ) -> None:  # fmt: skip
-    """Write probabilities and the rows of the losses.
+    """Write probabilities and each token's part of the losses.
 
     Args:
         logits: [T, E] float32, contiguous.
@@ -99,33 +99,38 @@ def score_forward(
         counts: [E] int64.
         padding: [T] bool, or None.
         probs: [T, k] float32, written: scores at `ids`, over their sum if `normalise`, times `scale`.
-        aux: [T] float32, written: sum over experts of counts * score / sum of scores; 0 at padding.
-        squares: [T] float32, written: square of the logits' logsumexp; 0 at padding.
+        parts: [2, T] float32, contiguous, written: `aux` times the sum over experts of counts * score / sum of scores;
+            `z` times the square of the logits' logsumexp; both 0 at padding.
         scale: On the probabilities.
         sigmoid: Scores are sigmoids, else a softmax.
         normalise: See `probs`.
+        aux: See `parts`.
+        z: See `parts`.
     """
     tokens, experts = logits.shape
     topk = ids.shape[1]
     if tokens:
         _forward_kernel[(tokens,)](
-            logits, ids, counts, logits if padding is None else padding, probs, aux, squares, experts, topk, scale,
-            sigmoid, normalise, padding is not None, triton.next_power_of_2(experts), triton.next_power_of_2(topk),
+            logits, ids, counts, logits if padding is None else padding, probs, parts, tokens, experts, topk,
+            scale, aux, z, sigmoid, normalise, padding is not None, triton.next_power_of_2(experts),
+            triton.next_power_of_2(topk),
         )  # fmt: skip
 
 
 def score_backward(
     logits: Tensor, ids: Tensor, counts: Tensor, padding: Tensor | None,
-    grad_probs: Tensor, grad_aux: Tensor, grad_squares: Tensor, grad_logits: Tensor,
-    scale: float, sigmoid: bool, normalise: bool,
+    grad_probs: Tensor, grad_aux: Tensor, grad_z: Tensor, grad_logits: Tensor,
+    scale: float, sigmoid: bool, normalise: bool, aux: float, z: float,
 ) -> None:  # fmt: skip
-    """Write the gradient of score_forward's logits; `grad_aux` and `grad_squares` may be expanded scalars."""
+    """Write the gradient of score_forward's logits.
+
+    `grad_aux` and `grad_z` are scalars on the device, the gradients of the sums of both kinds of parts.
+    """
     tokens, experts = logits.shape
     topk = ids.shape[1]
     if tokens:
         _backward_kernel[(tokens,)](
-            logits, ids, counts, logits if padding is None else padding, grad_probs, grad_aux, grad_aux.stride(0),
-            grad_squares, grad_squares.stride(0), grad_logits, experts, topk, scale,
-            sigmoid, normalise, padding is not None, triton.next_power_of_2(experts), triton.next_power_of_2(topk),
-            topk,
+            logits, ids, counts, logits if padding is None else padding, grad_probs, grad_aux, grad_z,
+            grad_logits, experts, topk, scale, aux, z, sigmoid, normalise, padding is not None,
+            triton.next_power_of_2(experts), triton.next_power_of_2(topk), topk,
         )  # fmt: skip

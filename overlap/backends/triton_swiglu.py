@@ -6,9 +6,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WIDEST = 16384
-"""Largest inner width: a row is one block."""
-
 
 @triton.jit  # type: ignore[untyped-decorator]  # no stubs
 def _forward_kernel(gate_up, probs, out, width, weighted: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]

@@ -87,6 +87,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--dropout", type=float, default=0.0, metavar="P", help="residual dropout (default 0)")
     model.add_argument("--attention-dropout", type=float, default=0.0, metavar="P", help="dropout of attention weights")
     model.add_argument("--jitter", type=float, default=0.0, metavar="E", help="router input noise (default 0)")
+    model.add_argument("--cut-attention", action="store_true", help="what follows attention is a stage post_attn")
     model.add_argument("--tied", action="store_true", help="embedding and head share their weight")
     model.add_argument("--per-token-loss", action="store_true", help="mean over all tokens of a step")
     model.add_argument("--dtype", default=str(default.dtype), help=f"one of {', '.join(DType)}")

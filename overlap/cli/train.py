@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, parallel, to_device
+from overlap.cli.graph_options import add_graph_option, check_graph
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
@@ -49,6 +50,7 @@ def add_parser(commands: Any) -> None:
         help="write a checkpoint at the end: a file, or a folder of several ranks",
     )
     job.add_argument("--resume", metavar="FILE|FOLDER", help="go on from a checkpoint")
+    add_graph_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -61,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
     if not 0 < args.lr < math.inf:
         raise ConfigError(field="lr", value=args.lr, rule="must be above 0 and finite")
+    check_graph(args, options)
     _check_places(args, several=options.parallel.layout.world_size > 1)
     with joined(options.parallel, options.device) as world:
         if wants_pipeline(args):
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(options: Options, args: argparse.Namespace, world: World) -> int:
-    trainer = make_trainer(options, args.text, args.lr, world)
+    trainer = make_trainer(options, args.text, args.lr, world, graph=args.cuda_graph)
     config = {**saved_config(options), "lr": args.lr, "text": list(args.text or ())}
     if args.resume is not None:
         _resume(Path(args.resume), trainer, config)
@@ -135,13 +138,15 @@ def _resume(path: Path, trainer: Trainer, config: dict[str, object]) -> None:
     load_folder(path, trainer.chunk, trainer.optimizer, config)
 
 
-def make_trainer(options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO) -> Trainer:
+def make_trainer(
+    options: Options, paths: list[str] | None, learning_rate: float, world: World = SOLO, *, graph: bool = False
+) -> Trainer:
     """A trainer on text; the vocabulary is the 256 bytes."""
     options = replace(options, model=replace(options.model, vocab=VOCAB))
     data = text_data(options, paths)
     per_token = options.model.per_token_loss
     chunk = parallel(build_chunk(options, world), options)
-    return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token)
+    return Trainer(chunk, data, learning_rate=learning_rate, per_token=per_token, graph=graph)
 
 
 def text_data(options: Options, paths: list[str] | None) -> Callable[[int], Any]:

@@ -12,6 +12,7 @@ import torch
 
 from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, parallel, random_microbatches
+from overlap.cli.graph_options import GRAPH_STEPS, PLAIN_STEPS, add_graph_option, check_graph, verify_steps
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined, leave_together
 from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
@@ -23,7 +24,6 @@ from overlap.parallel.agree import gather
 from overlap.parallel.world import World
 from overlap.reproduce import deterministic, reproduce
 from overlap.verify import StepFacts, TensorsCompared, Verdict, merged, step_facts, verify
-from recompute.errors import ConfigError
 
 EQUAL, DIFFERENT = 0, 1
 
@@ -39,9 +39,11 @@ def add_parser(commands: Any) -> None:
     add_shared_options(parser)
     add_parallel_options(parser)
     add_pipeline_options(parser)
-    parser.add_argument("--steps", type=int, default=2, metavar="N", help="training steps to compare (default 2)")
+    usual = f"default {PLAIN_STEPS}, {GRAPH_STEPS} with --cuda-graph"
+    parser.add_argument("--steps", type=int, metavar="N", help=f"training steps to compare ({usual})")
     parser.add_argument("--reproduce", action="store_true", help="run each arm twice first (always with --device cuda)")
     parser.add_argument("--control", metavar="NAME", help=f"break one thing on purpose: {', '.join(CONTROLS)}")
+    add_graph_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, options: Options) -> int:
-    if args.steps < 1:
-        raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
+    check_graph(args, options)
+    args.steps = verify_steps(args)
     with joined(options.parallel, options.device) as world:
         if wants_pipeline(args):
             return verify_in_pipeline(options, args, world)
@@ -74,7 +76,7 @@ def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     twice = args.reproduce or options.device != "cpu"
     arms = reproduce(chunk, batches, engine_type=engine_type, prepare=prepare) if twice else {}
     steady = {name: merged(gather(world, arm)).equal for name, arm in arms.items()}
-    own = verify(chunk, batches, engine_type=engine_type, prepare=prepare)
+    own = verify(chunk, batches, engine_type=engine_type, prepare=prepare, graph=args.cuda_graph)
     verdicts = gather(world, own)
     verdict = merged(verdicts)
     status = EQUAL if verdict.equal and all(steady.values()) else DIFFERENT
@@ -99,7 +101,12 @@ def _report(
     payload = _payload(verdict, step_facts(chunk, options.microbatches))
     if len(verdicts) > 1:
         payload["ranks"] = [{"rank": rank, **_summary(own)} for rank, own in enumerate(verdicts)]
-    payload["config"] = {**describe(options), "steps": args.steps, "control": args.control}
+    payload["config"] = {
+        **describe(options),
+        "steps": args.steps,
+        "control": args.control,
+        "cuda_graph": args.cuda_graph,
+    }
     if args.control is not None:
         payload["broken"] = broken
     if steady:

@@ -138,12 +138,13 @@ def arrival_of(received: Tensor, away: int, handle: object) -> Arrival:
     """The arrival of received [R, L] rows, `away` in all: by rank, then expert; experts want expert, then rank."""
     ranks, held = received.shape
     counts = received.sum(0)
+    ends = counts.cumsum(0, dtype=torch.int32)
     if ranks == 1 or held == 1:
-        return Arrival(counts, handle=handle)
+        return Arrival(counts, ends, handle=handle)
     expert = torch.arange(held, device=received.device).repeat(ranks)
     order = expert.repeat_interleave(received.flatten(), output_size=away).argsort(stable=True)
     places = torch.arange(away, device=received.device)
-    return Arrival(counts, True, order, torch.empty_like(order).scatter_(0, order, places), handle)
+    return Arrival(counts, ends, True, order, torch.empty_like(order).scatter_(0, order, places), handle)
 
 
 class _Dispatch(torch.autograd.Function):

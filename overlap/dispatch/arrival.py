@@ -18,6 +18,8 @@ class Arrival(NamedTuple):
 
     counts: Tensor
     """[L] int64: rows of each expert that this rank holds."""
+    ends: Tensor
+    """[L] int32: where each expert's rows end in expert order, the sums of `counts`; computed once, here."""
     covers: bool = True
     """Whether the counts sum to M. If not, the rows behind them belong to no expert."""
     order: Tensor | None = None
@@ -33,5 +35,5 @@ class Arrival(NamedTuple):
 def stay(routing: Routing) -> Arrival:
     """The arrival of rows that go nowhere: one rank holds every expert."""
     if routing.capacity is None:
-        return Arrival(routing.counts, routing.covers)
-    return Arrival(routing.counts.new_full(routing.counts.shape, routing.capacity))
+        return Arrival(routing.counts, routing.ends, routing.covers)
+    return Arrival(routing.counts.new_full(routing.counts.shape, routing.capacity), routing.ends)

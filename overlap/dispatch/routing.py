@@ -15,20 +15,24 @@ _INT16 = torch.iinfo(torch.int16).max
 
 
 class Routing(NamedTuple):
-    """Where each of the T*k token copies goes. All tensors are int64; N rows are sent.
+    """Where each of the T*k token copies goes. N rows are sent; indices of rows are int32.
 
     Without a capacity N is T*k. With a capacity of K rows N is E*K: rows e*K to e*K+K-1 are expert e's, whatever the
     choice, so that every size is known beforehand; copies that find no row are dropped and weigh nothing.
     """
 
     expert_ids: Tensor
-    """[T, k]: the experts of each token, distinct within a row."""
+    """[T, k] int64: the experts of each token, distinct within a row."""
     source: Tensor
-    """[N]: for each row in expert order, the copy it holds, numbered token*k + slot; T*k where it holds none."""
+    """[N] int32: for each row in expert order, the copy it holds, numbered token*k + slot; T*k where it holds none."""
+    token: Tensor
+    """[N] int32: the token of that copy; T where there is none."""
     inverse: Tensor
-    """[T*k]: for each copy, its row in expert order, N where it was dropped; undoes `source`."""
+    """[T*k] int32: for each copy, its row in expert order, N where it was dropped; undoes `source`."""
     counts: Tensor
-    """[E]: copies that chose each expert, dropped ones included."""
+    """[E] int64: copies that chose each expert, dropped ones included."""
+    ends: Tensor
+    """[E] int32: where each expert's rows end, as grouped products take it."""
     covers: bool = True
     """Whether the counts sum to T*k. If not, the rows behind them belong to padding and to no expert."""
     capacity: int | None = None
@@ -60,15 +64,22 @@ def make_routing(
         flat = torch.where(padding.repeat_interleave(expert_ids.shape[1]), num_experts, flat)
     # A radix sort takes a pass for every few bits, and expert numbers fit 16.
     narrow = flat.to(torch.int16) if num_experts < _INT16 else flat
-    source = torch.argsort(narrow, stable=True)
-    inverse = torch.empty_like(source).scatter_(0, source, torch.arange(flat.numel(), device=flat.device))
-    chosen = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
-    counts = chosen[:num_experts].clone()
+    keys, order = torch.sort(narrow, stable=True)
+    # Where each expert's copies begin among the sorted ones, and where those of the last end: no sum, and no host.
+    experts = torch.arange(num_experts + 1, dtype=keys.dtype, device=keys.device)
+    begins = torch.searchsorted(keys, experts)
+    copies = torch.arange(flat.numel(), dtype=torch.int32, device=flat.device)
+    inverse = torch.empty_like(copies).scatter_(0, order, copies)
     if capacity is None:
-        return Routing(expert_ids, source, inverse, counts, padding is None)
-    place = inverse - (chosen.cumsum(0) - chosen)[flat]
-    rows = num_experts * capacity
-    inverse = torch.where((place < capacity) & (flat < num_experts), flat * capacity + place, rows)
-    # one row more takes the dropped copies, whichever comes last
-    held = flat.new_full((rows + 1,), flat.numel()).scatter_(0, inverse, torch.arange(flat.numel(), device=flat.device))
-    return Routing(expert_ids, held[:rows].clone(), inverse, counts, True, capacity)
+        source, ends = order.to(torch.int32), begins[1:].to(torch.int32)
+    else:
+        place = inverse - begins[flat]
+        rows = num_experts * capacity
+        row = torch.where((place < capacity) & (flat < num_experts), flat * capacity + place, rows)
+        # one row more takes the dropped copies, whichever comes last
+        source = copies.new_full((rows + 1,), flat.numel()).scatter_(0, row, copies)[:rows].clone()
+        inverse, ends = row.to(torch.int32), experts[1:].to(torch.int32) * capacity
+    topk = expert_ids.shape[1]
+    token = source if topk == 1 else source // topk
+    covers = padding is None or capacity is not None
+    return Routing(expert_ids, source, token, inverse, begins.diff(), ends, covers, capacity)

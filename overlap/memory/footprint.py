@@ -24,6 +24,7 @@ from overlap.memory.constants import SeenGenerator
 from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind, Spans
+from overlap.memory.inside import ON_CPU, Inside
 from overlap.memory.layout import Layout, fresh
 from overlap.memory.refs import Source
 from overlap.memory.slot_log import SlotLog
@@ -74,6 +75,7 @@ def take_footprint(
     device: DeviceModel | None = None,
     constants: bool = False,
     granule: int = 1,
+    inside: Inside = ON_CPU,
 ) -> Footprint:
     """Find out what each kind of slot allocates and holds, for microbatches shaped like `feeds`.
 
@@ -85,6 +87,7 @@ def take_footprint(
         device: Turns the work of each slot into time; None: no work is counted.
         constants: Whether constants in graphs and states of generators count, as they do for the CPU allocator.
         granule: Bytes that the allocator rounds a request up to.
+        inside: What operators allocate and free within themselves.
 
     Raises:
         ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
@@ -94,7 +97,7 @@ def take_footprint(
     where = chunk.device.type
     precision = capture_precision(where)
     facts: dict[bool, dict[Kind, Facts]] = {}
-    log = SlotLog(device)
+    log = SlotLog(device, inside)
     tracking = StorageTracker(partial(rounded_bytes, granule), log)
     with torch.autograd.set_multithreading_enabled(False), no_autocast(where), tracking as tracker, adding_in_place():
         values = {name: Layout.of(value) for name, value in feeds.items()}

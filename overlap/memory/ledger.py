@@ -5,7 +5,7 @@ Says of storages named by ids what `kinds_of` says of sets, at the price of what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import TypeVar
 
 from overlap.memory.bins import FOR_REPLAY, Bin, Storage
@@ -79,17 +79,21 @@ class Ledger:
             claims[kind] = claims.get(kind, 0) + change
             self._move(key, 1)
 
-    def forget(self) -> Mapping[int, Storage]:
-        """Drop what nothing holds; returns it."""
-        gone = {key: self._storages[key] for key in self._loose}
+    def forget(self, spared: Set[int] = frozenset()) -> Mapping[int, Storage]:
+        """Drop what nothing holds; returns it. Those in `spared` stay for now."""
+        gone = {key: self._storages[key] for key in self._loose if key not in spared}
         for key, storage in gone.items():
             self._move(key, -1)
             if key not in self._away:
                 self.total -= storage.nbytes
             del self._storages[key], self._holders[key]
             self._claims.pop(key, None)
-        self._loose.clear()
+        self._loose &= spared
         return gone
+
+    def alive(self) -> tuple[Storage, ...]:
+        """All storages that were not forgotten."""
+        return tuple(self._storages.values())
 
     def bins(self) -> dict[Bin, int]:
         """Bytes by kind."""

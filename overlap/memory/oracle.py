@@ -39,17 +39,19 @@ def predict_peak(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds])
         return highest_of(chunk, footprints_of(chunk, microbatches, constants=True))
 
 
-def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Highest:
+def highest_of(chunk: ModelChunk, footprints: Sequence[Footprint], *, streams: bool = False) -> Highest:
     """The highest point of a step.
 
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
         footprints: Of each microbatch, in order; taken with the chunk's setting of `delay_wgrad`.
+        streams: Whether lanes are streams, which hold each other's memory (StreamLanes).
     """
     gaps = gaps_of(chunk, len(footprints))
     ranks = 1 if chunk.shards is None else chunk.shards.ranks
-    walk = Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks)
+    walk = Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks, streams=streams)
     walk.run(step_plans(chunk, len(footprints)))
+    walk.finish()
     return max((*walk.tops, _end_of_step(chunk, walk)), key=lambda top: top.bytes)
 
 

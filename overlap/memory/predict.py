@@ -14,6 +14,7 @@ from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.memory.bins import Border, Highest, Storage, Usage
+from overlap.memory.crossing import CrossLanes, OneLane
 from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
@@ -50,6 +51,7 @@ class Walk:
         delayed: The chunk's `delay_wgrad`.
         ranks: Over which sharded segment inputs are cut.
         host: Whether host memory counts in `tops`: in a step on the CPU it is the same memory.
+        streams: Whether lanes are streams, which hold each other's memory (StreamLanes).
     """
 
     def __init__(
@@ -60,11 +62,13 @@ class Walk:
         delayed: bool,
         ranks: int = 1,
         host: bool = True,
+        streams: bool = False,
     ) -> None:
         self._ranks = ranks
         self._host = host
         self._footprints = footprints
         self._facts = [footprint.facts[delayed] for footprint in footprints]
+        self._lanes = CrossLanes() if streams else OneLane()
         self._ids = count()
         self._ledger = Ledger()
         self._held = [Held(self._ledger, gap, self._feeds(of, gap)) for of, gap in zip(footprints, gaps, strict=True)]
@@ -82,7 +86,7 @@ class Walk:
     @property
     def live(self) -> int:
         """Bytes that are held between slots."""
-        self._ledger.forget()
+        self._forget()
         return self._ledger.total
 
     def run(self, plans: Sequence[StepPlan]) -> Usage:
@@ -95,9 +99,14 @@ class Walk:
                     self._issue(issue, number)
         return Usage(curve=tuple(self._curve))
 
+    def finish(self) -> None:
+        """The step's slots are done: lanes hold nothing more."""
+        self._lanes.finish()
+
     def _issue(self, issue: Issue, number: int) -> None:
         held = self._held[number]
         held.begin()
+        self._lanes.begin(issue, number, held)
         start = self.live
         if issue.slot.op in _FORWARDS:
             slot = self._forward(issue, number)
@@ -107,6 +116,7 @@ class Walk:
             slot = self._backward(issue, number)
         else:
             slot = self._wgrad(issue, number)
+        self._lanes.end(issue, number)
         self._end(slot_text(issue, number), slot, start)
         for key in issue.frees:
             del held.values[key]
@@ -200,9 +210,13 @@ class Walk:
             self._ledger.add(key, storage, counts=counts)
         return tuple(storages)
 
+    def _forget(self) -> Mapping[int, Storage]:
+        """Drop what no table and no lane holds; returns it."""
+        return self._ledger.forget(frozenset().union(*self._lanes.ids()))
+
     def _end(self, name: str, slot: WalkedSlot, start: int) -> None:
         """Note the border and the slot's highest point, and forget what no table holds."""
-        gone = self._ledger.forget()
+        gone = self._forget()
         frees = {refs[-1]: gone[key].nbytes for key, refs in _deaths(slot).items() if key in gone}
         self._note(name, slot, highest(slot.facts.trace, start + slot.copied, frees))
 
@@ -213,16 +227,18 @@ class Walk:
         self._curve.append(Border(slot=name, bytes=self._ledger.bins()))
 
 
-def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint]) -> Usage:
+def predict_step(chunk: ModelChunk, footprints: Sequence[Footprint], *, streams: bool = False) -> Usage:
     """Live bytes at every slot border of a training step.
 
     Args:
         chunk: Gives plans and configs; a fake chunk serves.
         footprints: Of each microbatch of the step, in order; taken with the chunk's setting of `delay_wgrad`.
+        streams: As for Walk.
     """
     gaps = gaps_of(chunk, len(footprints))
     ranks = 1 if chunk.shards is None else chunk.shards.ranks
-    return Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks).run(step_plans(chunk, len(footprints)))
+    walk = Walk(footprints, gaps, delayed=chunk.delay_wgrad, ranks=ranks, streams=streams)
+    return walk.run(step_plans(chunk, len(footprints)))
 
 
 def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants: bool = False) -> list[Footprint]:

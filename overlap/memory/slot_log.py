@@ -10,10 +10,10 @@ from torch.utils.flop_counter import flop_registry
 
 from overlap.memory.device_model import DeviceModel
 from overlap.memory.facts import NO_WORK, Work
+from overlap.memory.inside import ON_CPU, Inside
 from overlap.memory.refs import OUTSIDE_REF, Ref
 from overlap.memory.trace import Trace, make_trace
 from overlap.memory.tracker import tensors_of
-from overlap.model.grouped import piece_bytes
 
 _WITHIN = -2
 """Id of what an operator allocates and frees within itself."""
@@ -25,10 +25,12 @@ class SlotLog:
 
     Args:
         device: Turns work into milliseconds; None: they stay 0.
+        inside: What operators allocate and free within themselves.
     """
 
-    def __init__(self, device: DeviceModel | None = None) -> None:
+    def __init__(self, device: DeviceModel | None = None, inside: Inside = ON_CPU) -> None:
         self._device = device
+        self._inside = inside
         self._events: list[tuple[int, int]] = []
         self._work = NO_WORK
 
@@ -43,9 +45,8 @@ class SlotLog:
 
     def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
         """An operator ran; a view does no work."""
-        if func is torch.ops.overlap.grouped_mm_wgrad_add.default:
-            # The one operator here that allocates within itself what is not small.
-            nbytes = piece_bytes(args[0], args[1], device=self._device is not None)
+        if func in self._inside:
+            nbytes = self._inside[func](*args, **keywords)
             self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
         if self._device is None or not (allocates or func._schema.is_mutable):
             return

@@ -5,6 +5,7 @@ Legend: B sequences, S positions, C hidden, H heads.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -69,27 +70,43 @@ class LatentAttention(nn.Module):
     def forward(self, x: Tensor, sequences: Sequences = PLAIN) -> Tensor:
         """[B, S, C] -> [B, S, C]; `sequences` say who may attend to whom."""
         config = self.config
+        # Five products follow, each of which would make views of its own, forward and backward.
+        rows = x.flatten(0, -2)
         # Without a query rank there is one full matrix, and its input is kept for its gradient anyway.
-        down = self.query[0](x) if isinstance(self.query, nn.Sequential) else x
-        query, key, value = rebuild(RecomputeModule.MLA_UP_PROJ, self._up, down, self.latent(x), sequences.positions)
+        down = self.query[0](rows) if isinstance(self.query, nn.Sequential) else rows
+        query, key, value = rebuild(
+            RecomputeModule.MLA_UP_PROJ, self._up, down, self.latent(rows), sequences.positions, x.shape[:-1]
+        )
         drop = config.attention_dropout if self.training else 0.0
-        result: Tensor = self.output(_attend(self.core, query, key, value, drop, sequences.mask(x)))
+        mixed = _attend(self.core, query, key, value, drop, sequences.mask(x))
+        result: Tensor = self.output(mixed.flatten(0, -2)).view(x.shape)
         return result
 
-    def _up(self, down: Tensor, latent: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """From what the first projections give to query, key and value [B, H, S, d]."""
+    def _up(
+        self, down: Tensor, latent: Tensor, positions: Tensor | None, shape: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """From what the first projections give, [B*S, ...], to query, key and value [B, H, S, d]; `shape` is B, S."""
         config = self.config
         queries = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
         latent, k_rope = _split(latent, config.rope_dim)
-        expanded = self.key_value(self.latent_norm(latent))
+        # once for both passes of the norm, whose kernels want whole rows
+        expanded = self.key_value(self.latent_norm(latent.contiguous()))
         make = turned if fused(queries) else self._turned
-        return make(self.rotary, positions, queries, expanded, k_rope, config.heads)
+        return make(self.rotary, positions, queries, expanded, k_rope, (*shape, config.heads))
 
     def _turned(
-        self, rotary: Rotary, positions: Tensor | None, queries: Tensor, expanded: Tensor, k_rope: Tensor, heads: int
+        self,
+        rotary: Rotary,
+        positions: Tensor | None,
+        queries: Tensor,
+        expanded: Tensor,
+        k_rope: Tensor,
+        shape: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """latent_heads.turned(), of torch's own operations."""
         config = self.config
+        batch, length, heads = shape
+        queries, expanded, k_rope = (x.view(batch, length, -1) for x in (queries, expanded, k_rope))
         q_nope, q_rope = _split(_heads(queries, heads), config.rope_dim)
         k_nope, value = _split(_heads(expanded, heads), config.value_dim)
         k_rope = rotary(k_rope.unsqueeze(1), positions).expand_as(q_rope)
@@ -134,7 +151,8 @@ def _heads(x: Tensor, heads: int) -> Tensor:
 
 def _split(x: Tensor, last: int) -> tuple[Tensor, Tensor]:
     """Cut the last dimension in two, the second part `last` wide."""
-    return x[..., :-last], x[..., -last:]
+    first, second = x.split_with_sizes((x.shape[-1] - last, last), -1)
+    return first, second
 
 
 def _attend(

@@ -101,6 +101,9 @@ class ModelConfig:
     """Dropout on what attention and feed-forward add to the residual stream."""
     attention_dropout: float = 0.0
     """Dropout on attention weights."""
+    cut_attention: bool = False
+    """Cut stage `attn` behind attention: norm, router and permutation become a stage `post_attn`, which orders place
+    and run backward by itself."""
     vocab: int = 256
     """Token ids."""
     tied: bool = False

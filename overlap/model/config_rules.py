@@ -87,7 +87,7 @@ def _check_unused(config: ModelConfig) -> None:
         (config.mtp == 0, "mtp 0", ("mtp_repeat", "mtp_dense", "mtp_widths", "mtp_scale", "mtp_detach")),
         (config.dense_layers == config.layers and (config.mtp == 0 or config.mtp_dense), "no layer with experts",
          ("capacity",)),
-        (config.layers + config.mtp == 0, "no layer at all", ("mhc", "padding", "packed")),
+        (config.layers + config.mtp == 0, "no layer at all", ("mhc", "padding", "packed", "cut_attention")),
     )  # fmt: skip
     defaults = {field.name: field.default for field in fields(config)}
     for unread, condition, names in conditions:

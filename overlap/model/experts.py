@@ -47,6 +47,11 @@ class GroupedExperts(Sliced):
         held: Those whose weights are here; None: all.
     """
 
+    @property
+    def sheds(self) -> tuple[int, ...]:
+        """Places of forward's arguments that its graph does not hold."""
+        return ()
+
     def __init__(self, experts: int, hidden: int, width: int, held: range | None = None) -> None:
         super().__init__(experts, range(experts) if held is None else held)
         self.gate_up = nn.Parameter(torch.empty(len(self.held), hidden, 2 * width))
@@ -58,11 +63,11 @@ class GroupedExperts(Sliced):
         Args:
             rows: [N, C], sorted by expert; N may be 0.
             probs: [N], float32 or wider.
-            routing: Its counts delimit the experts that are held.
+            routing: Its ends delimit the experts that are held.
 
         Returns:
             [N, C] of rows' type.
         """
-        inner = grouped_linear(rows, self.gate_up, routing.counts, covers=routing.covers)
+        inner = grouped_linear(rows, self.gate_up, routing.ends, covers=routing.covers)
         weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
-        return grouped_linear(weighted, self.down, routing.counts, covers=routing.covers)
+        return grouped_linear(weighted, self.down, routing.ends, covers=routing.covers)

@@ -5,9 +5,9 @@ Legend: B sequences, S positions, C hidden, T = B*S tokens, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
@@ -40,6 +40,9 @@ class Entry(Protocol):
     def __call__(self, *reads: Tensor) -> tuple[Tensor, Sequences]:
         """The residual state that the layer works on, and what attention and router need to know of its tokens."""
 
+    def sequences(self, *feeds: Tensor) -> Sequences:
+        """The latter alone, for a stage that starts from what attention left."""
+
 
 class DecoderEntry:
     """The state as the layer before left it."""
@@ -52,7 +55,29 @@ class DecoderEntry:
     def __call__(self, *reads: Tensor) -> tuple[Tensor, Sequences]:
         """Take the state and the feeds that describe the tokens."""
         hidden, *feeds = reads
-        return hidden, as_sequences(self._feeds, feeds)
+        return hidden, self.sequences(*feeds)
+
+    def sequences(self, *feeds: Tensor) -> Sequences:
+        """Take the feeds that describe the tokens."""
+        return as_sequences(self._feeds, feeds)
+
+
+class Front(NamedTuple):
+    """The stage that a layer's feed-forward starts from: `attn`, or `post_attn` where the layer is cut."""
+
+    name: str
+    forward: Callable[..., tuple[Tensor, tuple[Tensor, ...], Sequences]]
+    """What it reads -> the feed-forward's input [B, S, C], the values named in `writes`, what is known of the tokens.
+    """
+    reads: Sequence[Value]
+    modules: Sequence[nn.Module]
+    """Where its parameters are."""
+    writes: Sequence[str]
+    """What the residual carries past the feed-forward and is not there yet."""
+    carried: Mapping[str, Value]
+    """What is there, by name; it comes first among what the residual carries."""
+    inner: Sequence[RecomputeModule]
+    draws_rng: bool
 
 
 class AttentionBlock(nn.Module):
@@ -80,14 +105,64 @@ class AttentionBlock(nn.Module):
 
     def forward(self, state: Tensor, sequences: Sequences) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Residual state -> the feed-forward's input [B, S, C], and what `ffn_residual.merge` needs."""
+        return self.prepare(self.attend(state, sequences))
+
+    def attend(self, state: Tensor, sequences: Sequences) -> Tensor:
+        """Residual state -> the residual state behind attention."""
         x, carried = self.residual.split(state)
         update = self.attention(rebuild(RecomputeModule.LAYERNORM, self.norm, x), sequences)
-        x, carried = self.ffn_residual.split(self.residual.merge(update, *carried))
+        return self.residual.merge(update, *carried)
+
+    def prepare(self, state: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Residual state behind attention -> the feed-forward's input, and what `ffn_residual.merge` needs."""
+        x, carried = self.ffn_residual.split(state)
         return rebuild(RecomputeModule.LAYERNORM, self.ffn_norm, x), carried
+
+    def build(
+        self, b: ProgramBuilder, weights: Weights, entry: Entry, reads: Sequence[Value], feeds: Sequence[Value]
+    ) -> Front:
+        """Describe the stage that the feed-forward starts from; of a cut layer, add the one before it.
+
+        Args:
+            b: The builder.
+            weights: Says which parameters are values.
+            entry: What comes before attention.
+            reads: What it reads.
+            feeds: Those of the reads that tell the feed-forward of its tokens.
+        """
+        carried = self.ffn_residual.carried
+        if not self.config.cut_attention:
+            return Front(
+                name="attn", forward=partial(self._whole, entry), reads=reads, modules=(*entry.modules, self),
+                writes=carried, carried={}, inner=self.inner, draws_rng=self.draws_rng,
+            )  # fmt: skip
+        modules = (*entry.modules, self.residual, self.norm, self.attention)
+        bound = weights.bind(partial(self._first, entry), reads, modules)
+        # what the residual carries begins with the state itself, so `post` reads it from here
+        (state,) = b.compute(
+            "attn", bound.forward, *bound.reads, outputs=carried[:1], wgrad=True, draws_rng=self.draws_rng,
+            parameters=bound.parameters, state=bound.state, inner=self.inner,
+        )  # fmt: skip
+        return Front(
+            name="post_attn", forward=partial(self._second, entry), reads=(state, *feeds),
+            modules=(self.ffn_residual, self.ffn_norm), writes=carried[1:], carried={carried[0]: state},
+            inner=(RecomputeModule.LAYERNORM,), draws_rng=False,
+        )  # fmt: skip
+
+    def _whole(self, entry: Entry, *reads: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Sequences]:
+        state, sequences = entry(*reads)
+        return *self(state, sequences), sequences
+
+    def _first(self, entry: Entry, *reads: Tensor) -> Tensor:
+        return self.attend(*entry(*reads))
+
+    def _second(self, entry: Entry, state: Tensor, *feeds: Tensor) -> tuple[Tensor, tuple[Tensor, ...], Sequences]:
+        ffn_input, carried = self.prepare(state)
+        return ffn_input, carried[1:], entry.sequences(*feeds) if feeds else Sequences()
 
 
 class DenseLayer(nn.Module):
-    """Stages `attn`, `experts` (one SwiGLU for all tokens) and `post`."""
+    """Stages `attn` (and `post_attn` if it is cut), `experts` (one SwiGLU for all tokens) and `post`."""
 
     def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
         super().__init__()
@@ -107,11 +182,12 @@ class DenseLayer(nn.Module):
         Returns:
             The residual state, [B, S, C] or [B, S, n, C].
         """
-        attn = weights.bind(partial(self.attend, entry), reads, (*entry.modules, self.attn))
+        front = self.attn.build(b, weights, entry, reads, ())
+        attn = weights.bind(partial(self.attend, front), front.reads, front.modules)
         residual = self.attn.ffn_residual
         ffn_input, *carried = b.compute(
-            "attn", attn.forward, *attn.reads, outputs=("ffn_input", *residual.carried), wgrad=True,
-            draws_rng=self.attn.draws_rng, parameters=attn.parameters, state=attn.state, inner=self.attn.inner,
+            front.name, attn.forward, *attn.reads, outputs=("ffn_input", *front.writes), wgrad=True,
+            draws_rng=front.draws_rng, parameters=attn.parameters, state=attn.state, inner=front.inner,
         )  # fmt: skip
         ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
@@ -119,15 +195,15 @@ class DenseLayer(nn.Module):
             parameters=ffn.parameters, state=ffn.state,
         )  # fmt: skip
         (out,) = b.compute(
-            "post", residual.merge, update, *carried, outputs=("hidden",),
+            "post", residual.merge, update, *front.carried.values(), *carried, outputs=("hidden",),
             adjoint=self.post_adjoint if residual.linear else None, draws_rng=self.config.dropout > 0,
         )  # fmt: skip
         return out
 
-    def attend(self, entry: Entry, *reads: Tensor) -> tuple[Tensor, ...]:
-        """Stage `attn`: the feed-forward's input [B, S, C], and what the residual carries past it."""
-        ffn_input, carried = self.attn(*entry(*reads))
-        return (ffn_input, *carried)
+    def attend(self, front: Front, *reads: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Stage `attn` or `post_attn`: the feed-forward's input [B, S, C], and what the residual carries past it."""
+        ffn_input, carried, _ = front.forward(*reads)
+        return (ffn_input, *carried) if carried else ffn_input
 
     def post_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None]:
         """Backward of a plain residual's merge(): draws the same noise, reads no activation (R8)."""
@@ -138,7 +214,10 @@ class DenseLayer(nn.Module):
 
 
 class MoELayer(nn.Module):
-    """Stages `attn`, `shared` (if there is a shared expert), `dispatch`, `experts`, `combine` and `post`."""
+    """Stages `attn`, `shared` (if there is a shared expert), `dispatch`, `experts`, `combine` and `post`.
+
+    With `cut_attention`, the router and what stands before it since attention are a stage `post_attn`.
+    """
 
     def __init__(self, config: ModelConfig, rotary: Rotary, transport: Transport) -> None:
         super().__init__()
@@ -166,7 +245,7 @@ class MoELayer(nn.Module):
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
-            inner=(RecomputeModule.MOE_ACT,),
+            inner=(RecomputeModule.MOE_ACT,), sheds=self.experts.sheds,
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
@@ -180,11 +259,11 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         return out
 
-    def attend_and_route(self, entry: Entry, *reads: Tensor, pinned: tuple[Routing] | None = None) -> tuple[Any, ...]:
-        """Stage `attn`: what the entry does, attention, router, permutation.
+    def attend_and_route(self, front: Front, *reads: Tensor, pinned: tuple[Routing] | None = None) -> tuple[Any, ...]:
+        """Stage `attn`: what the entry does, attention, router, permutation; `post_attn`: from the second norm on.
 
         Args:
-            entry: What comes before attention.
+            front: What comes before the router.
             reads: What it reads.
             pinned: (routing,) of the first pass in a replay.
 
@@ -192,8 +271,7 @@ class MoELayer(nn.Module):
             tokens [N, C] and probs [N] in expert order (N as in dispatch.Routing), what the residual carries to
             `post`, ffn_input [B, S, C] if a shared expert reads it, the router's losses, routing, counts [E].
         """
-        state, sequences = entry(*reads)
-        ffn_input, carried = self.attn(state, sequences)
+        ffn_input, carried, sequences = front.forward(*reads)
         flat = ffn_input.flatten(0, 1)
         choice = None if pinned is None else pinned[0]
         mask = sequences.padding_mask
@@ -239,16 +317,18 @@ class MoELayer(nn.Module):
         self, b: ProgramBuilder, weights: Weights, entry: Entry, reads: Sequence[Value]
     ) -> dict[str, Value]:
         shared_input = ("ffn_input",) if self.config.shared_width else ()
-        carried = self.attn.ffn_residual.carried
-        outputs = ("tokens", "probs", *carried, *shared_input, *self.router.loss_names)
+        # the feeds that describe the tokens come last among the reads; a router takes the mask from them
+        feeds = reads[-len(sequence_feeds(self.config)) :] if self.config.padding else ()
+        front = self.attn.build(b, weights, entry, reads, feeds)
+        outputs = ("tokens", "probs", *front.writes, *shared_input, *self.router.loss_names)
         nondiff = ("routing", "counts")
-        bound = weights.bind(partial(self.attend_and_route, entry), reads, (*entry.modules, self.attn, self.router))
+        bound = weights.bind(partial(self.attend_and_route, front), front.reads, (*front.modules, self.router))
         written = b.compute(
-            "attn", bound.forward, *bound.reads, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
-            effects=self.router.effects, draws_rng=self.attn.draws_rng or self.config.jitter > 0,
-            parameters=bound.parameters, state=bound.state, inner=self.attn.inner,
+            front.name, bound.forward, *bound.reads, outputs=outputs, nondiff=nondiff, wgrad=True, pins=("routing",),
+            effects=self.router.effects, draws_rng=front.draws_rng or self.config.jitter > 0,
+            parameters=bound.parameters, state=bound.state, inner=front.inner,
         )  # fmt: skip
-        values = dict(zip((*outputs, *nondiff), written, strict=True))
+        values = {**front.carried, **dict(zip((*outputs, *nondiff), written, strict=True))}
         for name in self.router.loss_names:
             b.loss(values[name])
         return values

@@ -31,19 +31,19 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     return apply(_Linear, x, *graph_inputs(x, weight))
 
 
-def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor, *, covers: bool = True) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, covers: bool = True) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
     Args:
         x: [T, I], sorted by expert; T may be 0.
         weight: [E, I, O]; an expert without rows gets a gradient of exact zeros.
-        counts: [E] int64, summing to T.
-        covers: False: the counts may sum to less; the rows behind them belong to no expert.
+        ends: [E] int32, where each expert's rows end; the last is T.
+        covers: False: the last may be less; the rows behind it belong to no expert.
 
     Returns:
         [T, O]; zeros in the rows of no expert.
     """
-    return apply(_GroupedLinear, x, *graph_inputs(x, weight), counts, covers)
+    return apply(_GroupedLinear, x, *graph_inputs(x, weight), ends, covers)
 
 
 class Linear(nn.Module):
@@ -90,24 +90,24 @@ class _GroupedLinear(torch.autograd.Function):
         weight: Tensor,
         late: LateWeight | None,
         anchor: Tensor | None,
-        counts: Tensor,
+        ends: Tensor,
         covers: bool,
     ) -> Tensor:
         x = autocast_like(x)
-        _save(ctx, x, weight, late, counts)
+        _save(ctx, x, weight, late, ends)
         ctx.covers = covers
-        product: Tensor = grouped_mm(x, autocast_like(weight), counts, covers)
+        product: Tensor = grouped_mm(x, autocast_like(weight), ends, covers)
         return product
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        x, weight, counts = ctx.saved_tensors
+        x, weight, ends = ctx.saved_tensors
         transposed = weight.to(grad.dtype).transpose(1, 2)
-        grad_x = grouped_mm(grad, transposed, counts, ctx.covers) if ctx.needs_input_grad[0] else None
+        grad_x = grouped_mm(grad, transposed, ends, ctx.covers) if ctx.needs_input_grad[0] else None
         compute = partial(_grouped_wgrad, covers=ctx.covers)
         add = partial(grouped_mm_wgrad_add, covers=ctx.covers)
-        return grad_x, gradient_of_weight(ctx, compute, x, grad, counts, add=add), None, None, None, None
+        return grad_x, gradient_of_weight(ctx, compute, x, grad, ends, add=add), None, None, None, None
 
 
 def graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, LateWeight | None, Tensor | None]:
@@ -161,6 +161,6 @@ def _linear_wgrad(x: Tensor, grad: Tensor, *, dtype: torch.dtype) -> Tensor:
     return grad.flatten(0, -2).t().mm(x.flatten(0, -2)).to(dtype)
 
 
-def _grouped_wgrad(x: Tensor, grad: Tensor, counts: Tensor, *, covers: bool, dtype: torch.dtype) -> Tensor:
-    gradient: Tensor = grouped_mm_wgrad(x, grad, counts, covers)
+def _grouped_wgrad(x: Tensor, grad: Tensor, ends: Tensor, *, covers: bool, dtype: torch.dtype) -> Tensor:
+    gradient: Tensor = grouped_mm_wgrad(x, grad, ends, covers)
     return gradient.to(dtype)

@@ -122,6 +122,10 @@ class MTPEntry:
             hidden, token = hidden.detach(), token.detach()
         return self._join(hidden, token), sequences.at_depth(self._depth)
 
+    def sequences(self, *feeds: Tensor) -> Sequences:
+        """The tokens as this depth sees them."""
+        return as_sequences(self._feeds, feeds).at_depth(self._depth)
+
 
 def make_depths(config: ModelConfig, rotary: Rotary, transport: Transport) -> list[MTPDepth]:
     """The modules of all depths: one each, or a single one that is repeated."""

@@ -2,6 +2,7 @@
 
 A scatter-add into zeros would give the same numbers but turn -0.0 into +0.0 and, on a GPU, sum in any order.
 With a capacity some rows hold no copy and some copies have no row: both read zeros, forward and backward.
+Where kernels of our own apply, sums are taken in slot order in float32; torch's sum() is free in its order.
 Legend: T tokens, k copies per token, N rows, C width.
 """
 
@@ -15,11 +16,12 @@ from torch.autograd.function import once_differentiable
 
 from overlap.dispatch import Routing
 from overlap.model.custom import apply
+from overlap.model.fused import fused, kernels
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
     """Copy each token once per chosen expert, in expert order: [T, C] -> [N, C]."""
-    return apply(_Permute, tokens, routing, routing.topk)
+    return apply(_Permute, tokens, routing.token, routing.inverse, routing.topk, routing.capacity is not None)
 
 
 def unpermute(rows: Tensor, routing: Routing) -> Tensor:
@@ -29,12 +31,12 @@ def unpermute(rows: Tensor, routing: Routing) -> Tensor:
 
 def reorder(weights: Tensor, routing: Routing) -> Tensor:
     """Bring one value per copy into expert order: [T, k] -> [N]."""
-    return apply(_Permute, weights.flatten(), routing, 1)
+    return apply(_Permute, weights.flatten(), routing.source, routing.inverse, 1, routing.capacity is not None)
 
 
 def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
     """Gradient of unpermute()'s rows: [T, C] -> [N, C]."""
-    return _spread(grad, routing.source, routing.topk, routing.capacity is not None)
+    return _select(grad, routing.token, routing.capacity is not None)
 
 
 def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
@@ -44,57 +46,64 @@ def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, routing: Routing, topk: int) -> Tensor:
-        ctx.save_for_backward(routing.inverse)
-        ctx.topk, ctx.gaps = topk, routing.capacity is not None
-        return _spread(tokens, routing.source, topk, ctx.gaps)
+    def forward(ctx: Any, tokens: Tensor, held: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
+        ctx.save_for_backward(inverse)
+        ctx.topk, ctx.gaps = topk, gaps
+        return _select(tokens, held, gaps)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _gather(grad, inverse, ctx.topk, ctx.gaps), None, None
+        return _gather(grad, inverse, ctx.topk, ctx.gaps), None, None, None, None
 
 
 class _Unpermute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, routing: Routing) -> Tensor:
-        ctx.save_for_backward(routing.source)
-        ctx.topk, ctx.gaps = routing.topk, routing.capacity is not None
-        return _gather(rows, routing.inverse, ctx.topk, ctx.gaps)
+        ctx.save_for_backward(routing.token)
+        ctx.gaps = routing.capacity is not None
+        return _gather(rows, routing.inverse, routing.topk, ctx.gaps)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        (source,) = ctx.saved_tensors
-        return _spread(grad, source, ctx.topk, ctx.gaps), None
+        (token,) = ctx.saved_tensors
+        return _select(grad, token, ctx.gaps), None
 
 
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+        return _select(rows, order, False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-def _spread(tokens: Tensor, source: Tensor, topk: int, gaps: bool) -> Tensor:
-    return _select(tokens, source // topk if topk > 1 else source, gaps)
+        return _select(grad, inverse, False), None, None
 
 
 def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
+    """Sums of topk rows each; by a kernel of our own the rows are never side by side in memory."""
+    if fused(rows):
+        return _by_kernel(rows, inverse, topk)
     copies = _select(rows, inverse, gaps)
     return copies.view(copies.shape[0] // topk, topk, *copies.shape[1:]).sum(1) if topk > 1 else copies
 
 
 def _select(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
     """Rows of x by index; zeros where there are gaps and the index points past the end."""
+    if fused(x):
+        return _by_kernel(x, index, 1)
     if not gaps:
         return x.index_select(0, index)
     taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
     return taken.masked_fill_((index >= x.shape[0]).view(-1, *(1 for _ in x.shape[1:])), 0)
+
+
+def _by_kernel(x: Tensor, index: Tensor, count: int) -> Tensor:
+    out = x.new_empty(index.shape[0] // count, *x.shape[1:])
+    kernels("triton_permute").gather(x, index, out, count)
+    return out

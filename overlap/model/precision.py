@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Self
 
 import torch
@@ -20,6 +21,7 @@ DTYPES: dict[str, torch.dtype] = {
 _SAME_WIDTH = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
+@cache
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The type to compute scores and losses in: at least float32."""
     return torch.promote_types(dtype, torch.float32)

@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from overlap.dispatch import Routing, make_routing
 from overlap.model.config import ModelConfig, Score
 from overlap.model.fused import fused
+from overlap.model.logits import wide_logits
 from overlap.model.precision import DTYPES, WideBuffers, wide_dtype
 from overlap.model.scores import scored
 from overlap.parallel.world import SOLO, World
@@ -115,16 +115,9 @@ class Router(WideBuffers):
         config = self.config
         if pinned is None:
             pinned = make_routing(self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity)
-        probs, aux, squares = scored(logits, pinned, padding, config)
-        tokens = _MeanOverTokens(padding).count(logits)
-        factor = tokens if config.per_token_loss else 1
-        # the share of copies and the mean score are both divided by the tokens
-        scales = {
-            "aux": config.experts * config.aux_coefficient / (config.topk * tokens * tokens),
-            "z": config.z_coefficient / tokens,
-        }
-        rows = {"aux": aux, "z": squares}
-        return Routed(probs, pinned, tuple(rows[name].sum() * (scales[name] * factor) for name in self.loss_names))
+        probs, aux, z = scored(logits, pinned, padding, config)
+        losses = {"aux": aux, "z": z}
+        return Routed(probs, pinned, tuple(losses[name] for name in self.loss_names))
 
     def count(self, counts: Tensor) -> None:
         """Effect: add the copies per expert [E] of one microbatch; nothing in eval mode."""
@@ -142,13 +135,10 @@ class Router(WideBuffers):
             self.z_loss_sum.add_(loss.detach())
 
     def _logits(self, x: Tensor) -> Tensor:
-        wide = wide_dtype(x.dtype)
-        x = x.to(wide)
         if self.training and self.config.jitter > 0:
+            x = x.to(wide_dtype(x.dtype))
             x = x * torch.empty_like(x).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
-        # autocast would compute the scores in the narrow type
-        with torch.autocast(x.device.type, enabled=False):
-            return F.linear(x, self.weight.to(wide))
+        return wide_logits(x, self.weight)
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)

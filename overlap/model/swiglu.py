@@ -20,6 +20,8 @@ from overlap.model.fused import fused, kernels
 
 _ROWS = 4096
 """Rows of a block: 4096 of width 1408 in float32 are 22 MiB."""
+_WIDEST = 16384
+"""Largest inner width of the kernel: a row is one block."""
 
 
 def swiglu(gate_up: Tensor, probs: Tensor | None = None) -> Tensor:
@@ -73,7 +75,7 @@ class _SwiGLU(torch.autograd.Function):
 
 
 def _one_kernel(gate_up: Tensor) -> bool:
-    return fused(gate_up) and gate_up.shape[-1] // 2 <= kernels("triton_swiglu").WIDEST
+    return fused(gate_up) and gate_up.shape[-1] // 2 <= _WIDEST
 
 
 def _contiguous(probs: Tensor | None) -> Tensor | None:

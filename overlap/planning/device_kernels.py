@@ -2,13 +2,16 @@
 
 Fake tensors lie on the CPU, where attention with values narrower than keys falls back to full score matrices, and where
 RMSNorm is composed of float32 operations. On a GPU one kernel serves: attention keeps query, key, value, output and one
-float32 per row, RMSNorm its input and one float32 per row.
+float32 per row, RMSNorm its input and one float32 per row. Kernels of our own are given the tensors that they write to:
+fake tensors take their paths, without the kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from contextlib import ExitStack
+from types import MappingProxyType
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,11 +20,31 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from overlap.memory.inside import Inside, logsumexp_bytes, tensor_bytes
 from overlap.model.custom import apply
+from overlap.model.fused import kernels_without_work
+from overlap.model.grouped import one_expert_bytes
+
+_FLOAT = 4
 
 
 class DeviceKernels(TorchFunctionMode):
     """Use as a context, around a dry run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ours = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Kernels of our own take their paths too."""
+        self._ours.enter_context(kernels_without_work())
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        """As before."""
+        super().__exit__(*reason)  # type: ignore[no-untyped-call]
+        self._ours.close()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -128,6 +151,50 @@ def _attention_flops(query: Sequence[int], value: Sequence[int]) -> int:
 _ATTENTION, _BACKWARD = torch.ops.overlap.device_attention, torch.ops.overlap.device_attention_backward
 _GROUPED, _GROUPED_WGRAD = torch.ops.overlap.grouped_mm, torch.ops.overlap.grouped_mm_wgrad
 _GROUPED_ADD = torch.ops.overlap.grouped_mm_wgrad_add
+
+
+def _attention_workspace(grad: Tensor, query: Tensor, *rest: Tensor) -> int:
+    """Gradients of queries are added up in float32, beside one float32 per row.
+
+    Source: cudnn_frontend, node/scaled_dot_product_flash_attention.h, dQ_accum and softmax_sum. What the kernel itself
+    asks for beside these is known to cuDNN alone.
+    """
+    return (query.numel() + query[..., 0].numel()) * _FLOAT
+
+
+def _copies(*tensors: Tensor) -> int:
+    """Of what does not lie in one piece."""
+    return sum(tensor_bytes(x) for x in tensors if not x.is_contiguous())
+
+
+def _embedding_sums(grad: Tensor, ids: Tensor, rows: int, *rest: Any) -> int:
+    """Float32 sums over runs of equal ids, each run cut into pieces; short inputs take another kernel.
+
+    Source: ATen/native/cuda/Embedding.cu (3072 ids), EmbeddingBackwardKernel.cu (pieces of ten).
+    """
+    count = ids.numel()
+    return (min(count, rows) + -(-count // 10)) * grad.shape[-1] * _FLOAT if count > 3072 else 0
+
+
+def _adding(into: Tensor, x: Tensor, *rest: Any) -> int:
+    """Our kernel for bfloat16 adds tile by tile; other types go expert by expert."""
+    return 0 if x.dtype is torch.bfloat16 else one_expert_bytes(into, x)
+
+
+INSIDE: Inside = MappingProxyType({
+    torch.ops.aten.logsumexp.default: logsumexp_bytes,
+    torch.ops.aten.embedding_dense_backward.default: _embedding_sums,
+    # ATen/native/cuda/layer_norm_kernel.cu works on contiguous tensors.
+    torch.ops.overlap.device_rms_norm.default: lambda x, weight: _copies(x),
+    torch.ops.overlap.device_rms_norm_backward.default: lambda grad, x, *rest: _copies(grad, x),
+    torch.ops.overlap.device_attention_backward.default: _attention_workspace,
+    torch.ops.overlap.grouped_mm_wgrad_add.default: _adding,
+})  # fmt: skip
+"""What a device's operators allocate and free within themselves, as far as arguments tell.
+
+Left out, being small or unknown: radix sort and top-k buffers, a grouped product's table of sizes, partial sums of
+norm weights. cuBLAS workspaces are there before the step: it keeps them per stream.
+"""
 
 
 def register_flops() -> None:

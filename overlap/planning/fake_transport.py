@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from overlap.dispatch.arrival import Arrival
@@ -55,10 +56,11 @@ class FakeTransport:
 
     def _arrival(self, routing: Routing) -> Arrival:
         """Rows arrive by sending rank, then expert: several ranks and several experts make an order necessary."""
-        counts = _rows(routing.counts, self.experts)
+        counts, ends = _rows(routing.counts, self.experts), _rows(routing.ends, self.experts)
         if self.experts in (1, len(routing.counts)):
-            return Arrival(counts)
-        return Arrival(counts, True, _rows(routing.source, self.received), _rows(routing.source, self.received))
+            return Arrival(counts, ends)
+        order, inverse = (counts.new_empty(self.received, dtype=torch.int64) for _ in range(2))
+        return Arrival(counts, ends, True, order, inverse)
 
 
 def transport_of(job: Job) -> FakeTransport:

@@ -18,7 +18,7 @@ from overlap.model.experts import GroupedExperts
 from overlap.planning.bins import RankBin
 from overlap.planning.chunk_model import ChunkModel, feeds_of
 from overlap.planning.chunks import ChunkShape, chunk_shapes
-from overlap.planning.device_kernels import DeviceKernels, register_flops
+from overlap.planning.device_kernels import INSIDE, DeviceKernels, register_flops
 from overlap.planning.job import Job, Optimizer
 from recompute.config import RecomputeConfig
 
@@ -65,7 +65,8 @@ def survey(job: Job, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> S
 
 def _footprint(job: Job, few: ChunkShape, device: DeviceModel, rules: Sequence[RecomputeConfig]) -> Footprint:
     with fake_chunk(lambda: ModelChunk(ChunkModel(job, few))) as chunk, DeviceKernels():
-        return take_footprint(chunk, feeds_of(job, few), rules=rules, device=device, granule=CUDA_BLOCK)
+        feeds = feeds_of(job, few)
+        return take_footprint(chunk, feeds, rules=rules, device=device, granule=CUDA_BLOCK, inside=INSIDE)
 
 
 def _chunk(job: Job, shape: ChunkShape, few: ChunkShape, footprint: Footprint) -> SurveyedChunk:

@@ -33,7 +33,7 @@ class RankWalk(Walk):
 
     def now(self) -> Bytes:
         """What is held between slots."""
-        self._ledger.forget()
+        self._forget()
         return rank_bins(self._ledger.parts)
 
     def walk(self, plan: Plan, forward: int | None, backward: int | None) -> Walked:

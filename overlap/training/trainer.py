@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from overlap.chunk import ModelChunk
+from overlap.cuda_graph import GraphedStep
 from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
 from overlap.parallel.clip import clip_gradients
 from overlap.parallel.counters import share_logged_losses
-from overlap.step import train_step
+from overlap.step import Losses, train_step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,10 @@ class Trainer:
         data: `data(step)` gives that step's microbatches.
         learning_rate: Of AdamW.
         per_token: Whether a microbatch's loss is a sum over its tokens.
+        graph: Whether steps are launched as one CUDA graph.
+
+    Raises:
+        ConfigError: With `graph`, settings that need the host in every step.
     """
 
     def __init__(
@@ -48,10 +54,14 @@ class Trainer:
         *,
         learning_rate: float = 3e-3,
         per_token: bool = False,
+        graph: bool = False,
     ) -> None:
         self.chunk = chunk
         self.data = data
         self.per_token = per_token
+        self._train: Callable[[Sequence[Feeds]], list[Losses]] = (
+            GraphedStep(chunk) if graph else partial(train_step, chunk)
+        )
         self.optimizer = torch.optim.AdamW(chunk.parallel.parameter_groups(chunk), lr=learning_rate)
 
     def step(self) -> StepReport:
@@ -59,7 +69,7 @@ class Trainer:
         number = self.chunk.steps_done
         microbatches = self.data(number)
         begin = time.perf_counter()
-        losses = train_step(self.chunk, microbatches)
+        losses = self._train(microbatches)
         clip_gradients(self.chunk, 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 from contextlib import nullcontext
+from enum import IntEnum
 from importlib import import_module
-from types import ModuleType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from overlap.model import ModelConfig
 from overlap.model.attention import CoreAttention
+from tests.backends.te_stand_in import stand_in
 
 
 class Generator:
@@ -37,6 +38,7 @@ class Attention(nn.Module):
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
         self.fp8_meta: dict[Any, Any] = {}
+        self.deterministic = False
 
     def forward(self, *inputs: Tensor) -> Tensor:
         torch.cuda.default_generators[0].set_offset(torch.cuda.default_generators[0].get_offset() + 16)
@@ -45,11 +47,32 @@ class Attention(nn.Module):
         return result
 
 
-def stand_in(**members: Any) -> ModuleType:
-    """A package with these members."""
-    package = ModuleType("stand_in")
-    package.__dict__.update({"__path__": [], **members})
-    return package
+class Kernels:
+    """The kernels that the module takes, with their long lists of arguments; counts forwards."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+
+    def fused_attn_fwd(self, *args: Any) -> list[Tensor]:
+        assert len(args) == 32
+        query, key, value, draws = *args[16:19], args[29]
+        self.forwards += 1
+        torch.cuda.default_generators[0].set_offset(torch.cuda.default_generators[0].get_offset() + draws)
+        return [mixed(query, key, value), torch.zeros(1), torch.zeros(2)]
+
+    def fused_attn_bwd(self, *args: Any) -> tuple[Tensor, ...]:
+        assert len(args) == 32
+        leaves = [x.detach().requires_grad_() for x in args[19:22]]
+        assert [len(args[25]), args[23].shape] == [2, args[22].shape]
+        with torch.enable_grad():
+            return torch.autograd.grad(mixed(*leaves), leaves, args[23])
+
+
+def mixed(*inputs: Tensor) -> Tensor:
+    """[B, S, H, d] each."""
+    query = inputs[0]
+    result: Tensor = CoreAttention()(*(x.transpose(1, 2) for x in inputs), 0.0, None)
+    return result.view(*query.shape[:-1], inputs[2].shape[-1])
 
 
 @pytest.fixture
@@ -60,10 +83,14 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
     return made
 
 
-@pytest.fixture
-def core(monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture(params=["modules", "kernels", "other kernels"])
+def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     recipe = stand_in(Float8CurrentScaling=MagicMock())
     engine = stand_in(DotProductAttention=Attention, autocast=lambda **_: nullcontext())
+    attention = "transformer_engine.pytorch.attention"
+    core_attention = f"{attention}.dot_product_attention"
+    chosen = {"use_fused_attention": request.param == "kernels", "fused_attention_backend": 1}
+    chooser = stand_in(_attention_backends=chosen)
     for name, package in {
         "transformer_engine": stand_in(pytorch=engine),
         "transformer_engine.common": stand_in(recipe=recipe),
@@ -73,20 +100,37 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Any:
         "transformer_engine.pytorch.quantization": stand_in(
             FP8GlobalStateManager=MagicMock(), get_fp8_te_dtype=MagicMock()
         ),
-        "transformer_engine_torch": stand_in(),
+        attention: stand_in(),
+        core_attention: stand_in(dot_product_attention=chooser),
+        f"{core_attention}.dot_product_attention": chooser,
+        f"{core_attention}.utils": stand_in(get_full_cu_seqlens=lambda *_: torch.zeros(3)),
+        "transformer_engine.pytorch.cpp_extensions": stand_in(),
+        "transformer_engine.pytorch.cpp_extensions.fused_attn": stand_in(
+            **{name: MagicMock() for name in ("AttnBiasType", "AttnMaskType", "QKVFormat", "QKVLayout", "SoftmaxType")},
+            FusedAttnBackend=IntEnum("FusedAttnBackend", {"F16_arbitrary_seqlen": 1}),
+        ),
+        "transformer_engine_torch": Kernels(),
     }.items():
         monkeypatch.setitem(sys.modules, name, package)
-    ours = ("overlap.backends.te_attention", "overlap.backends.te_scaling")
+    ours = tuple(f"overlap.backends.{name}" for name in ("te_attention", "te_fused_attention", "te_scaling"))
     for name in ours:
         # First set, so that what is imported now is gone after the test.
         monkeypatch.setitem(sys.modules, name, stand_in())
         del sys.modules[name]
     module = import_module(ours[0])
-    return module.TECoreAttention(ModelConfig(hidden=32, heads=4, kv_heads=2, head_dim=8, attention="gqa"))
+    config = ModelConfig(hidden=32, heads=4, kv_heads=2, head_dim=8, attention="gqa")
+    made = module.TECoreAttention(config, request.param == "modules")
+    made.way = request.param
+    return made
 
 
 def draw() -> list[Tensor]:
     return [torch.randn(2, heads, 16, 8) for heads in (4, 2, 2)]
+
+
+def draw_again() -> list[Tensor]:
+    torch.manual_seed(0)
+    return draw()
 
 
 def test_any_strides(core, generator):
@@ -96,6 +140,22 @@ def test_any_strides(core, generator):
     for made in (core, copy.deepcopy(core)):
         assert torch.equal(made(*inputs, 0.0, None), want)
         assert torch.equal(made(*packed, 0.0, None), want)
+
+
+def test_gradients(core, generator):
+    """As torch's, whichever way; the kernels are asked for once per shape and then called directly."""
+    found, want = ([x.requires_grad_() for x in draw_again()] for _ in range(2))
+    seed = torch.linspace(-1, 1, 2 * 16 * 32).view(2, 16, 32)
+    core(*found, 0.0, None).backward(seed)
+    CoreAttention()(*want, 0.0, None).backward(seed)
+    for ours, theirs in zip(found, want, strict=True):
+        assert ours.grad is not None
+        assert theirs.grad is not None
+        assert torch.equal(ours.grad, theirs.grad)
+    with torch.no_grad():
+        core(*found, 0.0, None)
+    assert sys.modules["transformer_engine_torch"].forwards == (2 if core.way == "kernels" else 0)
+    assert len(core._chosen) == (0 if core.way == "modules" else 1)
 
 
 def test_control_strides_count(core, generator):

@@ -53,6 +53,7 @@ class RoundedExperts(ChangesInPlace):
     """
 
     scale: Tensor
+    sheds: tuple[int, ...] = ()
 
     def __init__(self, experts: GroupedExperts) -> None:
         super().__init__()
@@ -157,6 +158,8 @@ class Region:
 
 class RegionExperts(nn.Module):
     """Row 8: experts that round only inside the region."""
+
+    sheds: tuple[int, ...] = ()
 
     def __init__(self, experts: GroupedExperts, region: Region) -> None:
         super().__init__()

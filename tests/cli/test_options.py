@@ -91,10 +91,11 @@ def test_every_option_arrives() -> None:
         "method": "block", "num_layers": 3, "order": "plain", "seq": 9, "batch": 3, "microbatches": 4, "seed": 7,
     }  # fmt: skip
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-    found = describe(read_options(parse(f"{words} --tied --per-token-loss --delay-wgrad")))
+    found = describe(read_options(parse(f"{words} --cut-attention --tied --per-token-loss --delay-wgrad")))
     expected = {
         **settings,
         "granularity": "full",
+        "cut_attention": True,
         "tied": True,
         "per_token_loss": True,
         "delay_wgrad": True,

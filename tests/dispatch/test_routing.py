@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from overlap.dispatch import make_routing
+from overlap.dispatch.arrival import stay
 from overlap.model.permute import permute, reorder, unpermute, unpermute_adjoint
 
 IDS = torch.tensor([[0, 2], [0, 1], [0, 2]])
@@ -20,6 +21,17 @@ def test_the_first_copies_get_the_rows() -> None:
     assert routing.inverse.tolist() == [0, 4, 1, 2, 6, 5]
     assert routing.counts.tolist() == [3, 1, 2]
     assert (routing.covers, routing.capacity, routing.topk) == (True, 2, 2)
+    assert routing.token.tolist() == [0, 1, 1, 3, 0, 2]
+
+
+@pytest.mark.parametrize(("capacity", "counts", "ends"), [(2, [2, 2, 2], [2, 4, 6]), (None, [3, 1, 2], [3, 4, 6])])
+def test_experts_see_where_their_rows_end(capacity: int | None, counts: list[int], ends: list[int]) -> None:
+    """With a capacity, whatever the choice."""
+    routing = make_routing(IDS, 3, capacity=capacity)
+    arrival = stay(routing)
+    assert arrival.counts.tolist() == counts
+    assert routing.ends.tolist() == arrival.ends.tolist() == ends
+    assert routing.ends.dtype is arrival.ends.dtype is torch.int32
 
 
 def test_padding_takes_no_row() -> None:

@@ -38,6 +38,8 @@ from tests.gpu.te_probe_attention import attention, check, say
 
 CUDA = torch.device("cuda")
 RECIPES = (None, "block", "current", "delayed")
+WAYS = [("te", recipe) for recipe in RECIPES[1:]] + [("te-modules", recipe) for recipe in RECIPES]
+"""By kernels, which are for 8 bits only, and by Transformer Engine's modules."""
 SECTIONS: list[Callable[[], None]] = []
 SHAPE: dict[str, Any] = {
     "layers": 3, "hidden": 256, "heads": 4, "kv_rank": 64, "nope_dim": 64, "rope_dim": 32, "value_dim": 64,
@@ -51,9 +53,9 @@ def section(run: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def backend(recipe: str | None) -> Any:
+def backend(recipe: str | None, name: str = "te") -> Any:
     fp8 = None if recipe is None else Fp8Config(recipe=recipe)
-    return load_backend("te", fp8)
+    return load_backend(name, fp8)
 
 
 def context(made: Any) -> Any:
@@ -133,26 +135,28 @@ section(attention)
 
 @section
 def linear() -> None:
-    for recipe in RECIPES:
+    for way in WAYS:
         for inner, outer, rows in ((256, 576, (2, 64)), (2048, 576, (1, 4096)), (512, 3072, (1, 4096))):
             try:
-                _linear(recipe, inner, outer, rows)
+                _linear(way, inner, outer, rows)
             except Exception:
-                say("BAD ", recipe, inner, outer)
+                say("BAD ", way, inner, outer)
                 traceback.print_exc()
 
 
-def _linear(recipe: str | None, inner: int, outer: int, rows: tuple[int, int]) -> None:
-    made = backend(recipe)
+def _linear(way: tuple[str, str | None], inner: int, outer: int, rows: tuple[int, int]) -> None:
+    name, recipe = way
+    made = backend(recipe, name)
     module, te_recipe = layers_of(made)
     torch.manual_seed(0)
     plain = Linear(inner, outer).to(CUDA, torch.bfloat16)
     with torch.no_grad():
         plain.weight.normal_(std=inner**-0.5)
-    layer = module.TELinear(nn.Parameter(plain.weight.detach().clone()), te_recipe)
+    kind = module.TEModuleLinear if made.modules else module.TELinear
+    layer = kind(nn.Parameter(plain.weight.detach().clone()), te_recipe)
     x = torch.randn(*rows, inner, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     runs = [_run_linear(made, layer, x, late) for late in (False, False, True)]
-    say(recipe, (inner, outer), "peak of x grad", float(runs[0][1].abs().max()))
+    say(way, (inner, outer), "peak of x grad", float(runs[0][1].abs().max()))
     check("reproduces itself", all(same_bits(a, b) for a, b in zip(runs[0], runs[1], strict=True)))
     check("late weight gradient is the same", all(same_bits(a, b) for a, b in zip(runs[0], runs[2], strict=True)))
     with torch.no_grad(), context(made):
@@ -187,17 +191,18 @@ def _run_linear(made: Any, layer: Any, x: Tensor, late: bool) -> tuple[Any, ...]
 
 @section
 def experts() -> None:
-    for recipe in RECIPES:
+    for way in WAYS:
         for ids in ([0, 1, 2, 3], [1, 2, 3, 3], [0, 0, 0, 0]):
             try:
-                _experts(recipe, ids)
+                _experts(way, ids)
             except Exception:
-                say("BAD ", recipe, ids)
+                say("BAD ", way, ids)
                 traceback.print_exc()
 
 
-def _experts(recipe: str | None, ids: list[int]) -> None:
-    made = backend(recipe)
+def _experts(way: tuple[str, str | None], ids: list[int]) -> None:
+    name, recipe = way
+    made = backend(recipe, name)
     module, te_recipe = layers_of(made)
     torch.manual_seed(0)
     counts = torch.tensor(ids, device=CUDA).repeat(50)[:150].view(-1, 1)
@@ -207,11 +212,11 @@ def _experts(recipe: str | None, ids: list[int]) -> None:
     with torch.no_grad():
         for weight in plain.parameters():
             weight.normal_(std=1 / 16)
-    layer = module.from_torch_experts(plain, te_recipe, multiple)
+    layer = module.from_torch_experts(plain, te_recipe, multiple, made.modules)
     rows = torch.randn(150, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     probs = torch.rand(150, device=CUDA, requires_grad=True)
     runs = [_run_experts(made, layer, rows, probs, routing, how) for how in ("now", "now", "late", "in place")]
-    say(recipe, ids, "splits", routing.counts.tolist(), "output", float(runs[0][0].float().norm()))
+    say(way, ids, "splits", routing.counts.tolist(), "output", float(runs[0][0].float().norm()))
     for how, run in zip(("again", "late", "in place"), runs[1:], strict=True):
         check(f"same {how}", all(same_bits(a, b) for a, b in zip(runs[0], run, strict=True)))
     with torch.no_grad(), context(made):
@@ -274,7 +279,7 @@ def copies_of_a_model() -> None:
     check("same buffers", parts[0].keys() == parts[1].keys())
     check("of their own", all(parts[0][name] is not parts[1][name] for name in parts[0]))
     query: Any = other.module.get_submodule("layers.0.attn.attention.query")
-    quantizer = query._product._module.quantizers["scaling_fwd"][0]
+    quantizer = query._product._casts.inputs[0]
     check("bound to the copy", quantizer.amax.data_ptr() == query.scaling[0].amax_forward.data_ptr())
 
 
@@ -311,10 +316,11 @@ def delayed_scales_move() -> None:
 def host_cost() -> None:
     x = torch.randn(1, 256, 256, device=CUDA, dtype=torch.bfloat16, requires_grad=True)
     plain = Linear(256, 256).to(CUDA, torch.bfloat16)
-    for recipe in ("torch", *RECIPES):
-        made = backend(None if recipe == "torch" else recipe)
+    for name, recipe in (("torch", None), *WAYS):
+        made = backend(recipe, "te" if name == "torch" else name)
         module, te_recipe = layers_of(made)
-        layer = plain if recipe == "torch" else module.TELinear(plain.weight, te_recipe)
+        kind = module.TEModuleLinear if made.modules else module.TELinear
+        layer = plain if name == "torch" else kind(plain.weight, te_recipe)
         seconds = []
         for _ in range(60):
             torch.cuda.synchronize()
@@ -323,7 +329,7 @@ def host_cost() -> None:
                 y = layer(x)
             y.backward(y.detach())
             seconds.append(time.perf_counter() - begin)
-        say(recipe, f"forward and backward of one linear: {sorted(seconds)[30] * 1e6:.0f} us of host time")
+        say(name, recipe, f"forward and backward of one linear: {sorted(seconds)[30] * 1e6:.0f} us of host time")
 
 
 def main() -> int:

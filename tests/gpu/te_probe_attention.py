@@ -49,7 +49,7 @@ def attention() -> None:
 
 
 def _attention(module: Any, config: ModelConfig, what: str) -> None:
-    core = module.TECoreAttention(config)
+    core = module.TECoreAttention(config, False)
     latent = config.attention == "mla"
     width, value_width = (config.nope_dim + config.rope_dim, config.value_dim) if latent else (config.head_dim,) * 2
     kv_heads = config.heads if latent else config.kv_heads

@@ -88,12 +88,12 @@ def _transformer_engine() -> None:
     pytest.importorskip("transformer_engine")
 
 
-def make_chunk(precision: str, case: str, **changes: Any) -> ModelChunk:
+def make_chunk(precision: str, case: str, backend: str = "te", **changes: Any) -> ModelChunk:
     rule, delay, shape = CASES[case]
     config = ModelConfig(**{**SHAPE, **shape, **changes})
     model = Decoder(config, transport=HostLoopback(), seed=0).to(DEVICE)
     return ModelChunk(
-        load_backend("te", PRECISIONS[precision]).convert(model),
+        load_backend(backend, PRECISIONS[precision]).convert(model),
         recompute=rule,
         order=get_order("multi_queue", rule.replay),
         delay_wgrad=delay,
@@ -101,7 +101,7 @@ def make_chunk(precision: str, case: str, **changes: Any) -> ModelChunk:
     )
 
 
-def batches(config: ModelConfig, steps: int = 2, microbatches: int = 4) -> list[list[dict[str, Tensor]]]:
+def batches(config: ModelConfig, steps: int = 2, microbatches: int = 3) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(1)
 
     def draw() -> dict[str, Tensor]:
@@ -166,9 +166,18 @@ def test_rest_equal_to_the_reference(precision, case):
     check_equal(precision, case)
 
 
-def check_equal(precision: str, case: str) -> None:
-    chunk = make_chunk(precision, case)
-    verdict = verify(chunk, batches(chunk.module.config, steps=3))
+@pytest.mark.parametrize("case", ["uniform1", "hidden1", "delayed-wgrad"])
+@pytest.mark.parametrize("precision", CORE_PRECISIONS)
+def test_modules_equal_to_the_reference(precision, case):
+    """Transformer Engine's own modules, in their precision contexts."""
+    check_equal(precision, case, "te-modules")
+
+
+def check_equal(precision: str, case: str, backend: str = "te") -> None:
+    chunk = make_chunk(precision, case, backend)
+    # Scales that follow earlier steps take a step to move.
+    steps = 3 if precision == "delayed" else 2
+    verdict = verify(chunk, batches(chunk.module.config, steps=steps))
     assert verdict.equal, verdict
     assert verdict.max_live_segments <= (2 if "hidden" in case else 1)
 
@@ -177,7 +186,7 @@ def check_equal(precision: str, case: str) -> None:
 @pytest.mark.parametrize("precision", ["bf16", "block", "delayed"])
 def test_controls_differ(name, precision):
     chunk = make_chunk(precision, "dropout", **({"mtp": 1, "mhc": 2} if name == "drop_bridge" else {}))
-    control = make_control(name, chunk, 4)
+    control = make_control(name, chunk, 3)
     assert not verify(chunk, batches(chunk.module.config), engine_type=control.engine_type).equal
 
 
@@ -194,7 +203,7 @@ class WideReplay(Engine):
 
 @pytest.mark.parametrize("precision", ["block", "current", "delayed"])
 def test_control_without_context_differs(precision):
-    chunk = make_chunk(precision, "uniform1")
+    chunk = make_chunk(precision, "uniform1", "te-modules")
     assert not verify(chunk, batches(chunk.module.config), engine_type=WideReplay).equal
 
 
@@ -266,7 +275,7 @@ def test_a_failed_step_leaves_the_scales():
 def test_training_200_steps_with_and_without_recompute():
     curves = []
     for case in ("none", "uniform1"):
-        chunk = make_chunk("block", case)
+        chunk = make_chunk("block", case, layers=2, experts=4, shared_width=0)
         text = ByteText([default_text()], 64)
 
         def data(step: int, text: ByteText = text) -> list[dict[str, Tensor]]:
@@ -319,19 +328,26 @@ def test_bad_shapes_are_refused():
         load_backend("te").convert(Decoder(ModelConfig(**SHAPE)))
 
 
-def test_the_same_model_as_torchs():
-    """Same parameters by name, same numbers but for rounding; an expert's matrix is stored transposed."""
+@pytest.mark.parametrize(("backend", "precision"), [("te", "bf16"), ("te", "block"), ("te-modules", "bf16")])
+def test_the_same_model_as_torchs(backend, precision):
+    """Same parameters by name, same numbers but for rounding; Transformer Engine's experts have transposed matrices."""
     config = ModelConfig(**SHAPE)
     data = batches(config)[0]
     chunks = {
-        name: ModelChunk(load_backend(name).convert(Decoder(config, seed=0).to(DEVICE)), lanes=StreamLanes(DEVICE))
-        for name in ("torch", "te")
+        name: ModelChunk(
+            load_backend(name, PRECISIONS[precision] if name != "torch" else None).convert(
+                Decoder(config, seed=0).to(DEVICE)
+            ),
+            lanes=StreamLanes(DEVICE),
+        )
+        for name in ("torch", backend)
     }
     names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks.values()]
     assert names[0] == names[1]
     losses = {name: [float(item["loss"]) for item in train_step(chunk, data)] for name, chunk in chunks.items()}
-    assert losses["te"] == pytest.approx(losses["torch"], rel=0.01)
+    assert losses[backend] == pytest.approx(losses["torch"], rel=0.01)
     weights = [chunk.get_parameter("module.layers.0.experts.gate_up") for chunk in chunks.values()]
     torchs, theirs = (weight.grad.float() for weight in weights if weight.grad is not None)
-    assert theirs.transpose(1, 2).shape == torchs.shape
-    assert float((theirs.transpose(1, 2) - torchs).norm() / torchs.norm()) < 0.05
+    if (backend, precision) != ("te", "bf16"):
+        theirs = theirs.transpose(1, 2)
+    assert float((theirs - torchs).norm() / torchs.norm()) < (0.05 if precision == "bf16" else 0.5)

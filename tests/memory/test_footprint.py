@@ -127,10 +127,10 @@ def test_routing_is_a_value_of_several_tensors() -> None:
     first = found.facts[False][Kind((0, "attn"), Source.FORWARD, True, False)]
     replay = found.facts[False][Kind((0, "attn"), Source.FORWARD, True, True)]
     routing, counts = first.writes[-2:]
-    assert len(set(routing)) == 4
-    assert counts == routing[3:]
+    assert len(set(routing)) == 6
+    assert counts == routing[4:5]
     assert replay.writes[-2] == ()
-    assert replay.writes[-1] == (Ref(Source.PINNED, 0, 3),)
+    assert replay.writes[-1] == (Ref(Source.PINNED, 0, 4),)
     assert {ref for ref in replay.tape if ref.source is Source.PINNED}, "the permutation is needed backward"
 
 

@@ -30,6 +30,7 @@ MODELS: dict[str, dict[str, object]] = {
     "plain": {"layers": 3, "dense_layers": 1},
     "mtp": {"layers": 1, "mtp": 1, "tied": True},
     "mhc": {"layers": 1, "dense_layers": 0, "mhc": 4, "mhc_iterations": 1},
+    "cut": {"layers": 2, "dense_layers": 1, "mhc": 2, "mhc_iterations": 1, "cut_attention": True},
 }
 DRAWS: dict[str, object] = {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 0.1, "attention": "gqa", "kv_rank": 16}
 
@@ -45,6 +46,7 @@ TABLE = [
     *(("plain", rule, delay_wgrad) for rule in RULES for delay_wgrad in (False, True)),
     *(("mtp", rule, delay_wgrad) for rule, delay_wgrad in zip(RULES, cycle((True, False)))),
     *(("mhc", rule, True) for rule in (none, uniform(1, replay=Replay.HIDDEN))),
+    *(("cut", rule, False) for rule in (uniform(2), uniform(1, replay=Replay.HIDDEN))),
 ]
 
 

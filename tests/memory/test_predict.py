@@ -155,7 +155,7 @@ def test_prediction_runs_nothing_for_real() -> None:
 
     bins = predict(build, tokens(1, batch=1, seq=4096)).usage.peaks.bins
     assert bins[Bin.SEGMENT_INPUTS] == 2 * 4096 * 8192 * 4
-    assert bins[Bin.PINNED_ROUTING] == 2 * 8 * (3 * 4096 * 8 + 64)
+    assert bins[Bin.PINNED_ROUTING] == 2 * (8 * (4096 * 8 + 64) + 4 * (3 * 4096 * 8 + 64))
 
 
 def test_no_microbatch_shape_is_taken_for_another() -> None:

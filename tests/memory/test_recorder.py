@@ -15,8 +15,8 @@ from tests.memory.compare import decoder, first_pass, measure_with, none, tokens
 BATCH, SEQ, HIDDEN, TOPK, EXPERTS = 2, 6, 16, 2, 4
 COPIES = BATCH * SEQ * TOPK
 INPUT_BYTES = BATCH * SEQ * HIDDEN * 4
-ROUTING_BYTES = 8 * (3 * COPIES + EXPERTS)
-"""expert_ids, source, inverse and counts, int64."""
+ROUTING_BYTES = 8 * (COPIES + EXPERTS) + 4 * (3 * COPIES + EXPERTS)
+"""expert_ids and counts, int64; source, token, inverse and ends, int32."""
 
 
 @pytest.mark.parametrize("layers", [2, 8, 32])

@@ -1,4 +1,4 @@
-"""Grouped products: weight gradients that are added in pieces."""
+"""Grouped products: weight gradients that are added, not made whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 from overlap import ModelChunk, train_step
 from overlap.model import Decoder, GroupedExperts, ModelConfig
-from overlap.model.grouped import _piece_width, grouped_mm_wgrad, grouped_mm_wgrad_add
+from overlap.model.grouped import grouped_mm_wgrad, grouped_mm_wgrad_add
 from recompute import RecomputeConfig
 
 
@@ -19,20 +19,16 @@ from recompute import RecomputeConfig
 @pytest.mark.parametrize(("counts", "covers"), [([3, 0, 4], True), ([2, 1, 0], False)])
 def test_added_has_the_bits_of_the_whole_added(counts: list[int], covers: bool, dtype: torch.dtype) -> None:
     x, grad, into = torch.randn(7, 8, dtype=dtype), torch.randn(7, 4, dtype=dtype), torch.randn(3, 8, 4, dtype=dtype)
-    sizes = torch.tensor(counts)
-    expected = into + grouped_mm_wgrad(x, grad, sizes, covers)
-    grouped_mm_wgrad_add(into, x, grad, sizes, covers)
+    ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
+    expected = into + grouped_mm_wgrad(x, grad, ends, covers)
+    grouped_mm_wgrad_add(into, x, grad, ends, covers)
     assert torch.equal(into, expected)
 
 
-def test_counts_are_checked() -> None:
-    with pytest.raises(ValueError, match="sum to 3 for 4 rows"):
-        grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), torch.tensor([1, 2]), True)
-
-
-@pytest.mark.parametrize(("column_bytes", "width"), [(32 * 2048 * 2, 768), (1, 96 * 2**20), (2**30, 256)])
-def test_pieces_are_whole_tiles_below_96_mib(column_bytes: int, width: int) -> None:
-    assert _piece_width(column_bytes) == width
+def test_ends_are_checked() -> None:
+    ends = torch.tensor([1, 3], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"end at \[1, 3\], for 4 rows"):
+        grouped_mm_wgrad_add(torch.zeros(2, 2, 2), torch.ones(4, 2), torch.ones(4, 2), ends, True)
 
 
 @pytest.mark.parametrize("delay", [False, True])

@@ -12,6 +12,7 @@ from overlap.ir import Lane, Program, Stage
 from overlap.model import Decoder, ModelConfig
 
 DTYPES = ["float32", "bfloat16", "float64"]
+CUT = {"cut_attention": True, "dense_layers": 1, "mhc": 2}
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float64: torch.int64}
 
 
@@ -35,12 +36,17 @@ def test_stage_names() -> None:
     assert names(program_of()) == ["attn", "shared", "dispatch", "experts", "combine", "post"]
     assert names(program_of(shared_width=0)) == ["attn", "dispatch", "experts", "combine", "post"]
     assert names(program_of(dense_layers=1)) == ["attn", "experts", "post"]
+    cut = ["attn", "post_attn", "shared", "dispatch", "experts", "combine", "post"]
+    assert names(program_of(cut_attention=True)) == cut
+    assert names(program_of(cut_attention=True, dense_layers=1)) == ["attn", "post_attn", "experts", "post"]
 
 
 def test_lanes_and_weight_gradients() -> None:
     stages = program_of().layer_stages[0]
     assert [s.name for s in stages if s.lane is Lane.COMM] == ["dispatch", "combine"]
     assert [s.name for s in stages if s.wgrad] == ["attn", "shared", "experts"]
+    cut = program_of(cut_attention=True).layer_stages[0]
+    assert [s.name for s in cut if s.wgrad] == ["attn", "post_attn", "shared", "experts"]
     assert [s.name for s in stages if s.adjoint is not None] == ["dispatch", "combine", "post"]
     assert [s.pins for s in stages if s.pins] == [("0.routing",), ("0.arrival",)]
 
@@ -54,13 +60,15 @@ def test_lanes_and_weight_gradients() -> None:
         ({"jitter": 0.1}, ["attn"]),
         ({"jitter": 0.1, "dense_layers": 1}, []),
         ({"dropout": 0.1, "dense_layers": 1}, ["attn", "post"]),
+        ({"dropout": 0.1, "cut_attention": True}, ["attn", "post"]),
+        ({"jitter": 0.1, "cut_attention": True}, ["post_attn"]),
     ],
 )
 def test_who_draws(settings: dict[str, Any], drawing: list[str]) -> None:
     assert [s.name for s in program_of(**settings).layer_stages[0] if s.draws_rng] == drawing
 
 
-@pytest.mark.parametrize("settings", [{}, {"shared_width": 0}, {"dense_layers": 1}, {"tied": True}, {"q_rank": 4}])
+@pytest.mark.parametrize("settings", [{}, {"shared_width": 0}, {"dense_layers": 1}, {"tied": True}, {"q_rank": 4}, CUT])
 def test_every_parameter_is_declared_once(settings: dict[str, Any]) -> None:
     model = Decoder(ModelConfig(layers=2, **settings))
     declared = [id(p) for stage in model.program().stages for p in stage.parameters]

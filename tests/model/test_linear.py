@@ -13,6 +13,10 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 COUNTS = [[3, 0, 2, 1], [0, 0, 0, 6], [6, 0, 0, 0], [0, 0, 0, 0]]
 
 
+def ends_of(counts: list[int]) -> Tensor:
+    return torch.tensor(counts).cumsum(0, dtype=torch.int32)
+
+
 def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(*shape, dtype=dtype, requires_grad=True)
 
@@ -24,7 +28,7 @@ def test_linear_gradients() -> None:
 @pytest.mark.parametrize("counts", COUNTS)
 def test_grouped_gradients(counts: list[int]) -> None:
     x, weight = leaf(sum(counts), 3), leaf(4, 3, 2)
-    assert torch.autograd.gradcheck(grouped_linear, (x, weight, torch.tensor(counts)))
+    assert torch.autograd.gradcheck(grouped_linear, (x, weight, ends_of(counts)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -39,40 +43,41 @@ def test_grouped_equals_a_loop(dtype: torch.dtype, counts: list[int]) -> None:
     # rows of whole 16 bytes: a float32 product rounds otherwise when its result starts elsewhere
     x, weight = leaf(sum(counts), 8, dtype=dtype), leaf(4, 8, 8, dtype=dtype)
     loop = torch.cat([rows @ weight[e] for e, rows in enumerate(x.split(counts))])
-    assert torch.equal(grouped_linear(x, weight, torch.tensor(counts)), loop)
+    assert torch.equal(grouped_linear(x, weight, ends_of(counts)), loop)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_expert_without_tokens_gets_exact_zeros(dtype: torch.dtype) -> None:
     """Row 42: an expert without tokens keeps a gradient, of zeros."""
     x, weight = leaf(3, 8, dtype=dtype), leaf(3, 8, 4, dtype=dtype)
-    grouped_linear(x, weight, torch.tensor([2, 0, 1])).sum().backward()
+    grouped_linear(x, weight, ends_of([2, 0, 1])).sum().backward()
     assert weight.grad is not None
     assert weight.grad[1].eq(0).all()
     assert weight.grad[0].ne(0).any()
     assert weight.grad[2].ne(0).any()
 
 
-def test_counts_must_cover_the_rows() -> None:
-    with pytest.raises(ValueError, match="sum to 3 for 4 rows"):
-        grouped_linear(torch.randn(4, 2), torch.randn(2, 2, 2), torch.tensor([1, 2]))
+@pytest.mark.parametrize("ends", [[1, 3], [1, 5], [5, 4]])
+def test_ends_must_rise_and_cover_the_rows(ends: list[int]) -> None:
+    with pytest.raises(ValueError, match=rf"end at \[{ends[0]}, {ends[1]}\], for 4 rows"):
+        grouped_linear(torch.randn(4, 2), torch.randn(2, 2, 2), torch.tensor(ends, dtype=torch.int32))
 
 
-def run(weight: Tensor, x: Tensor, counts: Tensor | None) -> Tensor:
-    return linear(x, weight) if counts is None else grouped_linear(x, weight, counts)
+def run(weight: Tensor, x: Tensor, ends: Tensor | None) -> Tensor:
+    return linear(x, weight) if ends is None else grouped_linear(x, weight, ends)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grouped", [False, True])
 def test_later_has_the_bits_of_now(dtype: torch.dtype, grouped: bool) -> None:
-    counts = torch.tensor([3, 0, 3]) if grouped else None
+    ends = ends_of([3, 0, 3]) if grouped else None
     weight = leaf(3, 8, 8, dtype=dtype) if grouped else leaf(8, 8, dtype=dtype)
     x = leaf(6, 8, dtype=dtype)
-    out = run(weight, x, counts)
+    out = run(weight, x, ends)
     grad = torch.randn_like(out)
     now_x, now_weight = torch.autograd.grad(out, (x, weight), grad)
     collector = WeightGradients()
-    out = run(weight, x, counts)
+    out = run(weight, x, ends)
     with collect_weight_gradients(collector):
         out.backward(grad)
     assert weight.grad is None
@@ -85,7 +90,7 @@ def test_later_has_the_bits_of_now(dtype: torch.dtype, grouped: bool) -> None:
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_frozen_weight_keeps_no_activation(grouped: bool) -> None:
-    counts = torch.tensor([6]) if grouped else None
+    ends = ends_of([6]) if grouped else None
     weight = torch.randn(1, 4, 4) if grouped else torch.randn(4, 4)
     x = leaf(6, 4, dtype=torch.float32)
     saved: list[Tensor] = []
@@ -95,7 +100,7 @@ def test_frozen_weight_keeps_no_activation(grouped: bool) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = run(weight, x, counts)
+        out = run(weight, x, ends)
     assert all(tensor.data_ptr() != x.data_ptr() for tensor in saved)
     collector = WeightGradients()
     with collect_weight_gradients(collector):
@@ -130,11 +135,11 @@ def test_put_off_gradient_finds_its_weight_under_saved_tensor_hooks() -> None:
 @pytest.mark.parametrize("grouped", [False, True])
 def test_autocast_computes_narrow_and_returns_gradients_wide(grouped: bool) -> None:
     """Row 8: forward inside autocast, backward outside it."""
-    counts = torch.tensor([6]) if grouped else None
+    ends = ends_of([6]) if grouped else None
     weight = leaf(1, 8, 8, dtype=torch.float32) if grouped else leaf(8, 8, dtype=torch.float32)
     x = leaf(6, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        out = run(weight, x, counts)
+        out = run(weight, x, ends)
     assert out.dtype is torch.bfloat16
     collector = WeightGradients()
     with collect_weight_gradients(collector):

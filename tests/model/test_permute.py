@@ -24,7 +24,10 @@ def test_routing_sorts_by_expert_and_counts(topk: int) -> None:
     assert flat[routing.source].tolist() == sorted(flat.tolist())
     assert torch.equal(routing.source[routing.inverse], torch.arange(7 * topk))
     assert routing.counts.tolist() == [flat.tolist().count(e) for e in range(EXPERTS)]
-    assert all(t.dtype is torch.int64 for t in (flat, routing.source, routing.inverse, routing.counts))
+    assert torch.equal(routing.token, routing.source // topk)
+    assert torch.equal(routing.ends, routing.counts.cumsum(0))
+    narrow, wide = (routing.source, routing.token, routing.inverse, routing.ends), (flat, routing.counts)
+    assert [t.dtype for t in (*narrow, *wide)] == [torch.int32] * 4 + [torch.int64] * 2
     assert routing.covers
 
 

@@ -28,7 +28,7 @@ def models(draw: Any) -> dict[str, Any]:
         "dropout": draw(st.sampled_from([0.0, 0.2])),
         "jitter": draw(st.sampled_from([0.0, 0.1])),
     }
-    for name in ("tied", "per_token_loss", "padding", "packed"):
+    for name in ("tied", "per_token_loss", "padding", "packed", "cut_attention"):
         chosen[name] = draw(st.booleans())
     # the step counts the tokens of a per-token loss by the labels
     chosen["labels"] = chosen["per_token_loss"] or draw(st.booleans())

@@ -54,6 +54,7 @@ def test_equal(words: str, segments: list[list[int]], capsys: pytest.CaptureFixt
         ("drop_bridge", "--mtp 1 --method uniform --num-layers 1", "gradients of 3.hidden from 4.attn are dropped"),
         ("drop_bridge", "--mtp 2 --mhc 2 --method block --num-layers 4", "4.hidden from 5.attn"),
         ("drop_bridge", "--mhc 2", "0.streams from 0.post"),
+        ("drop_bridge", "--mhc 2 --cut-attention", "gradients of 0.streams from 0.post, 1.streams from 1.post"),
         ("drop_bridge", "--mtp 1 --mtp-repeat", "3.hidden from 4.attn"),
         ("skip_snapshot", "--mtp 1 --method uniform --num-layers 1", "replays read ids of"),
         ("skip_snapshot", "--mtp 1 --method block --num-layers 1 --recompute-mtp", "replays read ids of"),

@@ -8,9 +8,9 @@ import recompute
 
 def test_overlap() -> None:
     assert overlap.__all__ == [
-        "ORDER_NAMES", "Effect", "Input", "Lane", "Loss", "Losses", "ModelChunk", "Op", "Order", "PerMicrobatch",
-        "PerToken", "Program", "ProgramBuilder", "ProgramError", "ScheduleError", "Slot", "Stage", "Value",
-        "format_schedule", "forward_only", "get_order", "parse_schedule", "reference_step", "train_step",
+        "ORDER_NAMES", "Effect", "GraphedStep", "Input", "Lane", "Loss", "Losses", "ModelChunk", "Op", "Order",
+        "PerMicrobatch", "PerToken", "Program", "ProgramBuilder", "ProgramError", "ScheduleError", "Slot", "Stage",
+        "Value", "format_schedule", "forward_only", "get_order", "parse_schedule", "reference_step", "train_step",
     ]  # fmt: skip
     assert all(hasattr(overlap, name) for name in overlap.__all__)
 

@@ -55,6 +55,7 @@ def models(draw: st.DrawFn) -> dict[str, Any]:
         "dropout": draw(st.sampled_from([0.0, 0.1]), label="dropout"),
         "attention_dropout": draw(st.sampled_from([0.0, 0.1]), label="attention_dropout"),
         "jitter": draw(st.sampled_from([0.0, 0.1]), label="jitter"),
+        "cut_attention": layers > 0 and draw(st.booleans(), label="cut_attention"),
         "attention": draw(st.sampled_from(["mla", "gqa"]), label="attention"),
         "score": draw(st.sampled_from(["sigmoid", "softmax"]), label="score"),
         "tied": draw(st.booleans(), label="tied"),

@@ -31,6 +31,7 @@ def every_setting() -> dict[str, bool]:
         (RecomputeConfig.none(), False, {"mtp": 1, "tied": True}),
         (RecomputeConfig.uniform(2), False, {"dropout": 0.1}),
         (HIDDEN, True, {"mtp": 2, "mtp_repeat": True}),
+        (HIDDEN, True, {"layers": 1, "dropout": 0.1, "cut_attention": True}),
     ):
         chunk = small_chunk(model, recompute=recompute, delay_wgrad=delayed, world=world)
         verdicts[str(model)] = verify_parallel(world, FSDP, chunk).equal
@@ -42,7 +43,7 @@ def every_setting() -> dict[str, bool]:
 def test_the_overlapped_step_is_the_sharded_reference(ranks: RankPool) -> None:
     for verdicts in ranks(2, every_setting):
         assert verdicts == dict.fromkeys(verdicts, True)
-        assert len(verdicts) == 4
+        assert len(verdicts) == 5
 
 
 def without_wide_sums() -> tuple[str, ...]:

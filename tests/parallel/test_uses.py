@@ -22,6 +22,17 @@ def test_groups_are_found_by_the_stages_that_read_their_parameters() -> None:
     assert uses.givers[1] == {(1, "attn"), (1, "shared")}
 
 
+def test_both_stages_of_a_cut_layer_use_its_group() -> None:
+    """So it is brought together before the first and scattered after the last, in forward and in backward."""
+    chunk = small_chunk({"cut_attention": True, "mhc": 2})
+    layer = chunk.module.get_submodule("layers.1")
+    group = [p for name, p in layer.named_parameters() if not name.startswith("experts.")]
+    uses = uses_of(chunk.program, [group])
+    assert uses.groups == {(1, name): (0,) for name in ("attn", "post_attn", "shared")}
+    assert uses.givers == (frozenset(uses.groups),)
+    assert uses.planned == (frozenset(range(len(group))),)
+
+
 def test_groups_with_a_parameter_that_is_a_value_are_held() -> None:
     chunk = small_chunk({"tied": True})
     module: Any = chunk.module

@@ -61,7 +61,7 @@ class LateTransport:
         return work.target
 
     def dispatch(self, tokens: Tensor, probs: Tensor, routing: Routing, *, pinned: Any = None) -> tuple[Any, ...]:
-        return self.send(tokens), self.send(probs), Arrival(routing.counts)
+        return self.send(tokens), self.send(probs), Arrival(routing.counts, routing.ends)
 
     def dispatch_adjoint(self, grads: Any, pinned: Any) -> tuple[Any, ...]:
         return self.send(grads[0]), self.send(grads[1]), None

@@ -42,7 +42,9 @@ def compared(
     **more: Any,
 ) -> list[str]:
     """Train both; names of what differs."""
-    fields = {name: more.pop(name) for name in ("layers", "mtp", "tied", "mhc", "mtp_detach") if name in more}
+    fields = {
+        name: more.pop(name) for name in ("layers", "mtp", "tied", "mhc", "mtp_detach", "cut_attention") if name in more
+    }
     config = small(**{"layers": 2, "mtp": 1, **fields})
     count = more.pop("microbatches", 3)
     common = {name: more[name] for name in ("order",) if name in more}
@@ -72,6 +74,7 @@ def test_every_schedule_equals_autograd(kind: ScheduleKind) -> None:
         {"rule": NONE, "tied": True, "order": "single_queue"},
         {"rule": uniform(2, Replay.JUST_IN_TIME, Method.BLOCK), "tied": True, "mtp": 0, "layers": 3},
         {"rule": NONE, "mtp_detach": True, "delay_wgrad": True},
+        {"rule": uniform(1, Replay.HIDDEN), "cut_attention": True, "mhc": 2, "order": "single_queue"},
     ],
 )
 def test_rules_and_models(more: dict[str, Any]) -> None:
@@ -81,7 +84,7 @@ def test_rules_and_models(more: dict[str, Any]) -> None:
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize("rule", [NONE, uniform(1), uniform(1, Replay.JUST_IN_TIME, Method.BLOCK)])
 def test_backward_cut_in_two(pin: bool, rule: RecomputeConfig) -> None:
-    assert compared(ScheduleKind.ZBV, rule, pin=pin, microbatches=4, layers=3) == []
+    assert compared(ScheduleKind.ZBV, rule, pin=pin, microbatches=4, layers=3, cut_attention=pin) == []
 
 
 @pytest.mark.parametrize("per_stage", [(2, 0), (0, 2), (3, 2), (1, 4), (0, 0), (0, 2, 0, 1)])

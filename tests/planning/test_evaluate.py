@@ -104,7 +104,6 @@ def test_choices_that_come_to_the_same_have_equal_forms(tmp_path) -> None:
     path.write_text(format_order(get_order("multi_queue", Replay.HIDDEN)))
     asked = replace(piped(), order=str(path))
     late, soon = (Evaluation(asked, Choice(UNIFORM(1, replay=replay), False)).forms for replay in Replay)
-    )
     assert late != soon
 
 

@@ -8,6 +8,9 @@ import pytest
 
 from overlap.chunk import ModelChunk
 from overlap.memory import fake_chunk, take_footprint
+from overlap.memory.facts import Kind
+from overlap.memory.refs import Source
+from overlap.memory.trace import highest
 from overlap.model import ModelConfig
 from overlap.planning.bins import RankBin
 from overlap.planning.chunk_model import ChunkModel, feeds_of
@@ -68,3 +71,11 @@ def test_fixed_bytes(optimizer, shares) -> None:
     assert 0 <= chunk.fixed[RankBin.WEIGHTS] - 2 * count < slack
     assert chunk.fixed[RankBin.WEIGHTS] == chunk.fixed[RankBin.GRADIENTS]
     assert 0 <= chunk.fixed[RankBin.OPTIMIZER] - wanted < slack + tensors
+
+
+def test_operators_take_within_themselves_what_they_do_on_a_device() -> None:
+    """Backward of an embedding of more than 3072 ids sums runs of equal ones in float32."""
+    model = ModelConfig(layers=1, max_seq=4096, vocab=5000)
+    (chunk,) = survey(Job(model=model, seq=4096), DEVICE, ()).values()
+    embed = chunk.footprint.facts[False][Kind((None, "embed"), Source.BACKWARD, True, False)]
+    assert highest(embed.trace, 0, {}) > (5000 + 4096) * model.hidden * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import product
+from typing import cast
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recompute.rng import default_generators, draws_inside, seeded, stage_seed
+from recompute.rng import SeedAt, default_generators, draws_inside, recorded_by, seeded, stage_seed
 
 CPU = default_generators(torch.device("cpu"))
 counts = st.integers(0, 10_000)
@@ -130,3 +131,58 @@ def test_a_part_of_no_stage_has_no_seed() -> None:
     with pytest.raises(ZeroDivisionError), seeded(5, ()):
         raise ZeroDivisionError
     assert draws_inside("core") is None
+
+
+class FakeDevice:
+    """Stands in for a CUDA generator: notes what is asked of it."""
+
+    device = torch.device("cuda")
+
+
+class Notes:
+    """A recorder that notes draws by seed, of this step and of step 9."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, int | None]] = []
+        self.open = 0
+
+    def begin(self, generator: torch.Generator, seed: int, seed_at: SeedAt | None) -> Callable[[], object]:
+        self.seen.append((seed, None if seed_at is None else seed_at(9)))
+        self.open += 1
+
+        def close() -> None:
+            self.open -= 1
+
+        return close
+
+
+def test_a_recorder_learns_the_seeds_of_other_steps() -> None:
+    """Also of parts that draw again; only a CUDA generator's draws are recorded."""
+    fake = cast(torch.Generator, FakeDevice())
+
+    def seeds(step: int) -> list[int]:
+        notes = Notes()
+        with recorded_by(notes), seeded(step * 10, (*CPU, fake), lambda later: later * 10):
+            assert torch.initial_seed() == step * 10
+            for name in ("core", "core", "other"):
+                part = draws_inside(name)
+                assert part is not None
+                with part():
+                    assert notes.open == 2
+        assert notes.open == 0
+        assert [later for _, later in notes.seen] == (seeds(9) if step != 9 else [seed for seed, _ in notes.seen])
+        return [seed for seed, _ in notes.seen]
+
+    assert len(set(seeds(3))) == 4
+    assert not set(seeds(3)) & set(seeds(9))
+
+
+def test_a_draw_without_a_step_is_recorded_as_such() -> None:
+    notes = Notes()
+    fake = cast(torch.Generator, FakeDevice())
+    with recorded_by(notes), seeded(5, (fake,)):
+        part = draws_inside("core")
+        assert part is not None
+        with part():
+            pass
+    assert [later for _, later in notes.seen] == [None, None]

@@ -126,3 +126,51 @@ def test_backward_runs_once() -> None:
     tape.backward([torch.ones(3)])
     with pytest.raises(RuntimeError, match="second time"):
         tape.backward([torch.ones(3)])
+
+
+def test_what_is_shed_is_not_held() -> None:
+    """The memory of a shed input goes with its last other holder, where the graph keeps nothing of it."""
+
+    class Halved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x / 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] / 2
+
+    seed = torch.randn(3, 4)
+    alive = {}
+    for sheds in ((), (0,)):
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        tape, _ = Tape.record(lambda a, b: Halved.apply(a) * b, [x, y], [True, True], [True], {}, sheds)
+        storage = weakref.ref(x.untyped_storage())
+        del x
+        alive[sheds] = storage() is not None
+        tape.backward([seed])
+        found = tape.take_gradients([True, True])
+        assert found[0] is not None
+        assert torch.equal(found[0], seed * y / 2)
+        assert found[0].is_contiguous()
+    assert alive == {(): True, (0,): False}
+
+
+def test_a_graph_may_need_what_is_shed() -> None:
+    x, seed = torch.randn(3, 4), torch.randn(3, 4)
+    want = x.clone()
+    tape, _ = Tape.record(torch.square, [x], [True], [True], {}, (0,))
+    del x
+    tape.backward([seed])
+    (found,) = tape.take_gradients([True])
+    assert found is not None
+    assert torch.equal(found, 2 * want * seed)
+
+
+def test_an_untracked_input_is_not_shed() -> None:
+    x, y = torch.randn(3), torch.randn(3)
+    want = x.clone()
+    tape, _ = Tape.record(torch.mul, [x, y], [False, True], [True], {}, (0,))
+    assert torch.equal(x, want)
+    tape.backward([torch.ones(3)])
+    assert torch.equal(tape.leaves[1].grad, want)

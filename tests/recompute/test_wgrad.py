@@ -68,6 +68,16 @@ def test_with_a_collector_it_waits_and_has_the_same_bits() -> None:
     assert collector.drain() == []
 
 
+def test_what_waits_keeps_no_graph_alive() -> None:
+    """A saved input comes back with its graph, and that would keep the inputs of the stage."""
+    weight, x = nn.Parameter(torch.randn(3, 4)), torch.randn(2, 4, requires_grad=True)
+    collector = WeightGradients()
+    with collect_weight_gradients(collector):
+        product(x * 2, weight).square().sum().backward()
+    (item,) = collector.pending
+    assert [tensor.grad_fn for tensor in item.tensors] == [None, None]
+
+
 def test_nothing_is_computed_before_it_is_drained() -> None:
     collector, calls = WeightGradients(), []
 

@@ -1,0 +1,173 @@
+"""Products in 8 bits by Transformer Engine's kernels, of one matrix and of experts, with a stand-in for the package."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from recompute.wgrad import WeightGradients, adding_in_place, collect_weight_gradients, weights_left_out
+from tests.backends.te_stand_in import Quantised, install, recipe
+
+RECIPES = {"block": recipe(block=True), "current": recipe(current=True), "mxfp8": recipe()}
+SPLITS = [[3, 5, 4, 2], [0, 7, 0, 7], [0, 0, 0, 14], [0, 0, 0, 0]]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return install(monkeypatch)
+
+
+def grid(x: Tensor, steps: int) -> Tensor:
+    return (x.detach() * steps).round() / steps
+
+
+def run(call: Any, weight: nn.Parameter, x: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Output, input gradient and weight gradient: at once, in a W slot, or added in place."""
+    leaf = x.detach().requires_grad_()
+    weight.grad = torch.zeros_like(weight) if how == "in place" else None
+    pending = WeightGradients()
+    gradient: Tensor | None
+    if how == "late":
+        with weights_left_out():
+            y = call(leaf)
+    else:
+        y = call(leaf)
+    seed = torch.linspace(-2, 2, y.numel()).view_as(y)
+    if how == "late":
+        with collect_weight_gradients(pending):
+            y.backward(seed)
+        assert weight.grad is None
+        ((found, gradient),) = pending.drain()
+        assert found is weight
+    elif how == "in place":
+        with adding_in_place():
+            y.backward(seed)
+        gradient = weight.grad
+    else:
+        y.backward(seed)
+        gradient = weight.grad
+    assert gradient is not None
+    assert leaf.grad is not None
+    return y.detach(), leaf.grad, gradient
+
+
+@pytest.mark.parametrize("kind", RECIPES)
+def test_linear(engine, kind):
+    _, load = engine
+    weight = nn.Parameter(torch.randn(6, 5))
+    product = load("te_linear").Fp8Product(weight, RECIPES[kind], nn.ModuleList())
+    x = torch.randn(2, 4, 5)
+    runs = [run(lambda leaf: product(weight, leaf), weight, x, how) for how in ("now", "late")]
+    seed = torch.linspace(-2, 2, 48).view(2, 4, 6)
+    want = (
+        grid(x, 4) @ grid(weight, 4).t(),
+        grid(seed, 4) @ grid(weight, 8),
+        grid(seed, 8).flatten(0, 1).t() @ grid(x, 8).flatten(0, 1),
+    )
+    for found in runs:
+        assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    with torch.no_grad():
+        assert torch.equal(product(weight, x), want[0])
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize(("kind", "multiple", "unused"), [("block", 4, 3), ("current", 1, 0), ("mxfp8", 4, 0)])
+def test_grouped(engine, kind, multiple, unused, splits, monkeypatch):
+    """Now, late, in place, in pieces of any size and with padding are the same; idle experts and rows give zeros."""
+    _, load = engine
+    module = load("te_grouped")
+    weight = nn.Parameter(torch.randn(4, 6, 5))
+    product = module.Fp8GroupedProduct(weight, RECIPES[kind], nn.ModuleList(), multiple)
+    x = torch.randn(sum(splits) + unused, 5)
+    parts = [
+        (grid(rows, 4) @ grid(matrix, 4).t(), rows)
+        for rows, matrix in zip(x[: sum(splits)].split(splits), weight.unbind(0), strict=True)
+    ]
+    want = torch.cat([*(part for part, _ in parts), torch.zeros(unused, 6)])
+    seed = torch.linspace(-2, 2, want.numel()).view(-1, 6)
+    pairs = [(grad, part[1]) for grad, part in zip(seed[: sum(splits)].split(splits), parts, strict=True)]
+    want_weight = torch.stack([grid(grad, 8).t() @ grid(rows, 8) for grad, rows in pairs])
+    want_x = torch.cat(
+        [grid(grad, 4) @ grid(matrix, 8) for (grad, _), matrix in zip(pairs, weight.unbind(0), strict=True)]
+    )
+    for piece in (1, 2 * weight[0].nbytes, 2**30):
+        monkeypatch.setattr(module, "_BACKWARD_BYTES", piece)
+        for name in ("_FORWARD_BYTES", "_FIRST_PASS_BYTES"):
+            monkeypatch.setattr(module, name, 2 * weight[0].nbytes)
+        for how in ("now", "late", "in place"):
+            y, grad_x, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
+            assert torch.equal(y, want)
+            assert torch.equal(gradient, want_weight)
+            assert torch.equal(grad_x[: sum(splits)], want_x)
+            assert not grad_x[sum(splits) :].any()
+    with torch.no_grad():
+        assert torch.equal(product(weight, x, splits), y)
+
+
+def test_input_gradient(engine):
+    _, load = engine
+    weight = nn.Parameter(torch.randn(2, 6, 5))
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
+    x = torch.randn(7, 5)
+    _, grad_x, _ = run(lambda leaf: product(weight, leaf, [3, 4]), weight, x, "now")
+    seed = torch.linspace(-2, 2, 42).view(7, 6)
+    assert torch.equal(grad_x[:3], grid(seed[:3], 4) @ grid(weight[0], 8))
+    assert torch.equal(grad_x[3:], grid(seed[3:], 4) @ grid(weight[1], 8))
+
+
+def test_no_weight_and_no_rows_are_kept(engine):
+    """Between forward and backward a graph holds the columns of the inputs, and nothing of a weight."""
+    _, load = engine
+    weight = nn.Parameter(torch.randn(4, 6, 5))
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
+    saved: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = product(weight, torch.randn(8, 5, requires_grad=True), [2, 2, 2, 2])
+    assert [tuple(tensor.shape) for tensor in saved if tensor is not weight] == [(2, 5)] * 4
+    del y
+
+
+@pytest.mark.parametrize(("experts_a_piece", "most"), [(1, 6), (4, 12)])
+def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
+    """Kept inputs of four experts, and of one piece the weights and the gradient (or the next input) beside them."""
+    tex, load = engine
+    module = load("te_grouped")
+    weight = nn.Parameter(torch.randn(4, 6, 5))
+    for name in ("_FORWARD_BYTES", "_BACKWARD_BYTES"):
+        monkeypatch.setattr(module, name, experts_a_piece * weight[0].nbytes)
+    product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
+    gc.collect()
+    Quantised.alive.clear()
+    run(lambda leaf: product(weight, leaf, [2, 2, 2, 2]), weight, torch.randn(8, 5), "now")
+    assert tex.most_alive == most
+
+
+def test_pieces(engine):
+    _, load = engine
+    module = load("te_grouped")
+    pieces = module.pieces
+    weight = torch.empty(5, 2, 2)
+    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), 2 * weight[0].nbytes)
+    assert [piece.splits for piece in found] == [(1,), (2,), ()]
+    assert [piece.padded for piece in found] == [(4,), (4,), ()]
+    assert [piece.busy for piece in found] == [(0,), (0,), ()]
+    assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
+    assert len(pieces(weight, module.Rows((1,) * 5, 4), 1)) == 5
+
+
+def test_workspaces_are_one(engine):
+    """Groups run in parts of the workspace that plain products use."""
+    _, load = engine
+    parts, nothing = load("te_casts")._workspaces(0)
+    assert [len(part) for part in parts] == [4096] * 4
+    assert nothing.numel() == 0
