@@ -117,6 +117,7 @@ class ProgramBuilder:
         context: Callable[[], AbstractContextManager[object]] | None = None,
         inner: Iterable[RecomputeModule] = (),
         sheds: Iterable[int] = (),
+        graph_only: Callable[..., Any] | None = None,
     ) -> tuple[Value, ...]:
         """Add a stage of the compute lane; the arguments are the fields of ir.Stage.
 
@@ -136,6 +137,7 @@ class ProgramBuilder:
             context: Precision context to enter around `forward`; None: the layer's.
             inner: Parts that `forward` calls through recompute.inner.rebuild.
             sheds: Places of reads that its graph does not hold.
+            graph_only: See ir.Stage.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -144,8 +146,7 @@ class ProgramBuilder:
         stage = Stage(
             layer=self._layer, name=name, lane=Lane.COMPUTE,
             reads=tuple(value.name for value in reads),
-            writes=tuple(names.values()),
-            forward=forward,
+            writes=tuple(names.values()), forward=forward,
             nondiff=frozenset(names[short] for short in nondiff),
             adjoint=adjoint,
             wgrad=wgrad,
@@ -155,7 +156,7 @@ class ProgramBuilder:
             draws_rng=draws_rng,
             parameters=tuple(parameters),
             context=self._context if context is None else context,
-            inner=frozenset(inner), sheds=tuple(sheds),
+            inner=frozenset(inner), sheds=tuple(sheds), graph_only=graph_only,
         )  # fmt: skip
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)

@@ -156,6 +156,9 @@ class Stage:
     sheds: tuple[int, ...] = ()
     """Places of reads that `forward`'s graph does not hold, since it keeps them otherwise (in 8 bits, R15): what was
     read is let go before backward. Never a weight."""
+    graph_only: Callable[..., Any] | None = None
+    """`forward` for a replay whose outputs nobody reads: called alike, it leaves the same graph, and returns tensors of
+    the outputs' shapes and types that hold no numbers. None: such a replay computes what nobody reads."""
 
     @property
     def key(self) -> StageKey:

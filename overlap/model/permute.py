@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from overlap.dispatch import Routing
 from overlap.model.custom import apply
+from overlap.model.graph_only import placeholder
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
@@ -37,9 +38,12 @@ def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
     return _select(grad, routing.token, routing.capacity is not None)
 
 
-def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Permute rows: row i of the result is row order[i]; the gradient is gathered by the inverse."""
-    return apply(_Take, rows, order, inverse)
+def take_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, graph_only: bool = False) -> Tensor:
+    """Permute rows: row i of the result is row order[i]; the gradient is gathered by the inverse.
+
+    With `graph_only` the rows are left where they are: the graph is the same, what is returned holds no numbers.
+    """
+    return apply(_Take, rows, order, inverse, graph_only)
 
 
 class _Permute(torch.autograd.Function):
@@ -72,15 +76,15 @@ class _Unpermute(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, graph_only: bool) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
+        return placeholder(rows, *rows.shape) if graph_only else rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
+        return grad.index_select(0, inverse), None, None, None
 
 
 def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
