@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.errors import ProgramError
-from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable, TwoForms
 from recompute.modules import RecomputeModule
 
 
@@ -137,7 +137,7 @@ class ProgramBuilder:
             context: Precision context to enter around `forward`; None: the layer's.
             inner: Parts that `forward` calls through recompute.inner.rebuild.
             sheds: Places of reads that its graph does not hold.
-            graph_only: See ir.Stage.
+            graph_only: The second form of `forward`, see ir.TwoForms.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -146,17 +146,17 @@ class ProgramBuilder:
         stage = Stage(
             layer=self._layer, name=name, lane=Lane.COMPUTE,
             reads=tuple(value.name for value in reads),
-            writes=tuple(names.values()), forward=forward,
+            writes=tuple(names.values()),
+            forward=forward if graph_only is None else TwoForms(forward, graph_only),
             nondiff=frozenset(names[short] for short in nondiff),
-            adjoint=adjoint,
-            wgrad=wgrad,
+            adjoint=adjoint, wgrad=wgrad,
             pins=tuple(names[short] for short in pins),
             effects=tuple(Effect(names[short], apply) for short, apply in effects),
             state=tuple(state),
             draws_rng=draws_rng,
             parameters=tuple(parameters),
             context=self._context if context is None else context,
-            inner=frozenset(inner), sheds=tuple(sheds), graph_only=graph_only,
+            inner=frozenset(inner), sheds=tuple(sheds),
         )  # fmt: skip
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)

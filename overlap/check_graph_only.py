@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from overlap.errors import ProgramError
 from overlap.ir import Stage
@@ -85,6 +86,8 @@ def _backward(
     leaves_of: Callable[[Tensor], Sequence[Tensor]],
 ) -> _Left:
     with ExitStack() as stack:
+        # the caller's hooks are for a step's tensors
+        stack.enter_context(saved_tensors_hooks(_itself, _itself))
         if form.wgrad:
             # as in a step that delays: no hook of a weight is called, and its gradient takes no memory here
             stack.enter_context(weights_left_out())
@@ -115,6 +118,10 @@ def _backward(
             for p in collector.pending
         ],
     )
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _metadata(value: Tensor) -> tuple[tuple[int, ...], torch.dtype, torch.device]:

@@ -19,6 +19,7 @@ from overlap.memory import fake_chunk, predict, take_footprint
 from overlap.memory.device_model import DEVICES
 from overlap.memory.facts import Facts, Footprint, Kind, forward_kind
 from overlap.memory.refs import OUTSIDE_REF, Ref, Source
+from overlap.model import Decoder, ModelConfig
 from overlap.model.linear import linear
 from overlap.planning.device_kernels import register_flops
 from overlap.step import step_plans
@@ -272,10 +273,10 @@ def test_one_dry_run_serves_every_order_and_config() -> None:
 def test_what_nobody_reads_takes_one_element_and_no_product() -> None:
     """The graph is the same, and so is its backward; a step's floating-point operations fall by those products."""
     register_flops()
-    with fake_chunk(lambda: decoder(uniform(1), layers=1, dense_layers=0, delay_wgrad=True)) as chunk:
+    config = ModelConfig(layers=1, hidden=16)
+    with fake_chunk(lambda: ModelChunk(Decoder(config), recompute=uniform(1), delay_wgrad=True)) as chunk:
         facts = take_footprint(chunk, tokens(1)[0], (True,), device=DEVICES["h200"]).facts[True]
         replays = [i for plan, _, _ in step_plans(chunk, 3) for i in plan.issues if i.slot.op is Op.REPLAY]
-        config = chunk.module.config
     inner = {"experts": (12 * config.topk, config.expert_width), "shared": (12, config.shared_width)}
     for stage, (rows, width) in inner.items():
         kinds = [Kind((0, stage), Source.FORWARD, True, False, graph_only=left) for left in (False, True)]

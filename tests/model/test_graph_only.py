@@ -46,7 +46,12 @@ def counted(run: Callable[[], Tensor]) -> tuple[Tensor, dict[str, int]]:
 
 def saved_by(run: Callable[[], Tensor]) -> tuple[Tensor, list[Tensor]]:
     kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         return run(), kept
 
 
@@ -97,7 +102,7 @@ def layer(module: nn.Module) -> MoELayer:
     model = Decoder(ModelConfig(layers=1, experts=3, hidden=16))
     moe = model.layers[0]
     assert isinstance(moe, MoELayer)
-    moe.experts = module
+    moe.register_module("experts", module)
     return moe
 
 
@@ -111,8 +116,8 @@ def test_rows_are_not_sorted_back_for_nobody() -> None:
         rows.grad = probs.grad = None
         out, work = counted(lambda: moe.apply_experts(rows, probs, arrival, **left))  # noqa: B023
         out.backward(torch.arange(24.0).view(6, 4))
-        found.append((work, rows.grad, probs.grad, *(p.grad.clone() for p in moe.experts.parameters())))
-        moe.experts.zero_grad()
+        found.append((work, rows.grad, probs.grad, *(p.grad for p in moe.experts.parameters())))
+        moe.experts.zero_grad(set_to_none=True)
     assert found[0][0] == {"aten.index_select": 3, "overlap.grouped_mm": 2}
     assert found[1][0] == {"aten.index_select": 2, "overlap.grouped_mm": 1}
     assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
@@ -154,13 +159,14 @@ def test_what_does_not_take_it_is_not_asked() -> None:
     plain = SwiGLU(4, 2)
     assert skips(plain)
     assert skips(experts())
-    plain.down = nn.Linear(2, 4)
+    plain.register_module("down", nn.Linear(2, 4))
     assert not skips(plain)
     assert not skips(OtherExperts(3, 4, 2))
     assert not skips(nn.Linear(2, 4))
     model = Decoder(ModelConfig(layers=2, dense_layers=1))
     declared = lambda: [s.label for s in model.program().stages if s.graph_only is not None]  # noqa: E731
     assert declared() == ["0.experts", "1.shared", "1.experts"]
-    model.layers[0].ffn.down = nn.Linear(model.config.ffn_width, model.config.hidden, bias=False)
-    model.layers[1].experts = OtherExperts(model.config.experts, model.config.hidden, model.config.expert_width)
+    dense, moe = (model.get_submodule(name) for name in ("layers.0.ffn", "layers.1"))
+    dense.register_module("down", nn.Linear(model.config.ffn_width, model.config.hidden, bias=False))
+    moe.register_module("experts", OtherExperts(model.config.experts, model.config.hidden, model.config.expert_width))
     assert declared() == ["1.shared"]

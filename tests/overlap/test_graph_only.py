@@ -188,3 +188,11 @@ def test_storage_of_what_nobody_reads() -> None:
 
     train_step(chunk(), feeds(), observers=(Watch(),))
     assert sizes == {4: 3 * MICROBATCHES}
+
+
+def test_a_wrapped_forward_computes_everything() -> None:
+    """Whoever puts a function around a stage's forward may read what it returns."""
+    stage = chunk().program.by_key[1, "experts"]
+    assert stage.graph_only is not None
+    inner = stage.forward
+    assert replace(stage, forward=lambda *reads: inner(*reads)).graph_only is None
