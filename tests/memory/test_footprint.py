@@ -275,8 +275,9 @@ def test_what_nobody_reads_takes_one_element_and_no_product() -> None:
     register_flops()
     config = ModelConfig(layers=1, hidden=16)
     with fake_chunk(lambda: ModelChunk(Decoder(config), recompute=uniform(1), delay_wgrad=True)) as chunk:
-        facts = take_footprint(chunk, tokens(1)[0], (True,), device=DEVICES["h200"]).facts[True]
+        found = take_footprint(chunk, tokens(1)[0], (True,), device=DEVICES["h200"])
         replays = [i for plan, _, _ in step_plans(chunk, 3) for i in plan.issues if i.slot.op is Op.REPLAY]
+    facts = found.facts[True]
     inner = {"experts": (12 * config.topk, config.expert_width), "shared": (12, config.shared_width)}
     for stage, (rows, width) in inner.items():
         kinds = [Kind((0, stage), Source.FORWARD, True, False, graph_only=left) for left in (False, True)]
@@ -289,6 +290,8 @@ def test_what_nobody_reads_takes_one_element_and_no_product() -> None:
         for source in (Source.BACKWARD, Source.WGRAD):
             one, other = (facts[replace(kind, source=source)] for kind in kinds)
             assert one == other
-        found = sum(facts[forward_kind(issue)].work.flops for issue in replays if issue.stage.name == stage)
-        assert found == 3 * (whole.work.flops - product)
+        flops = sum(facts[forward_kind(issue)].work.flops for issue in replays if issue.stage.name == stage)
+        assert flops == 3 * (whole.work.flops - product)
+        # what readers find is the first pass's
+        assert found.spans[0, stage] == (((rows * config.hidden, 4),),)
     assert {kind.key[1] for kind in facts if kind.graph_only} == set(inner)

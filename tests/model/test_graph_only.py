@@ -91,10 +91,14 @@ def test_rows_of_no_expert_and_none_at_all() -> None:
     assert placeholder(torch.ones(2), 5, 0).shape == (5, 0)
 
 
-def experts() -> GroupedExperts:
-    module = GroupedExperts(3, 4, 2)
+def fill(module: nn.Module) -> None:
     for parameter in module.parameters():
         nn.init.normal_(parameter)
+
+
+def experts() -> GroupedExperts:
+    module = GroupedExperts(3, 4, 2)
+    fill(module)
     return module
 
 
@@ -126,6 +130,7 @@ def test_rows_are_not_sorted_back_for_nobody() -> None:
 @pytest.mark.parametrize("name", ["", "down"])
 def test_a_hook_that_sees_the_output_sees_numbers(name: str) -> None:
     module = SwiGLU(4, 2)
+    fill(module)
     seen: list[Tensor] = []
     handle = module.get_submodule(name).register_forward_hook(lambda _m, _i, output: seen.append(output))
     x = torch.randn(6, 4)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
 from overlap.contiguous import contiguous_step
 from overlap.engine import Engine, Feeds, MicrobatchState
-from overlap.ir import Op
 from overlap.lower import Issue, lower
 from overlap.model import Decoder, ModelConfig
 from overlap.orders import get_order
@@ -22,6 +22,7 @@ from overlap.plan import BACKWARD_SIDE, make_schedule
 from overlap.step import step_plans, train_step
 from overlap.verify import compare_steps, verify
 from recompute import RecomputeConfig
+from tests.overlap.programs import nothing, side_of
 from tests.overlap.test_operation_counts import Counting
 
 uniform, selective = RecomputeConfig.uniform, RecomputeConfig.selective
@@ -74,21 +75,21 @@ def test_what_it_writes_goes_at_once() -> None:
             assert set(issue.writes) <= set(issue.frees)
 
 
-def test_a_replay_that_leaves_no_graph_computes_what_others_read() -> None:
-    """A frozen layer's stages are replayed only for their readers."""
-    model = chunk(uniform(2), layers=2)
-    for name, parameter in model.module.named_parameters():
-        parameter.requires_grad = not name.startswith(("embedding", "layers.0."))
-    assert left_out(model) == ["R0.1.shared", "R0.1.experts"]
-    assert {str(i.slot): i.records for i in issues_of(model) if i.slot.op is Op.REPLAY}["R0.0.experts"] is False
-
-
-def test_where_every_stage_is_replayed_combine_reads_them() -> None:
-    """The simulator's plans without R8."""
-    model = chunk()
-    side = model.planner.side(uniform(1), model.program.trained())
-    schedule = make_schedule(get_order("plain"), None, side, delayed=False, elide=False)
-    assert not any(issue.graph_only for issue in lower(schedule, {BACKWARD_SIDE: side}, {}).issues)
+def test_where_every_stage_is_replayed() -> None:
+    """The simulator's plans without R8: combine reads what experts write, and what leaves no graph has one form."""
+    b = ProgramBuilder()
+    x, frozen = b.input("x", needs_grad=True), b.input("frozen")
+    with b.layer(0):
+        (y,) = b.compute("attn", nothing, x, outputs=("y",), graph_only=nothing)
+        (z,) = b.compute("experts", nothing, frozen, outputs=("z",), graph_only=nothing)
+    (loss,) = b.compute("head", nothing, y, z, outputs=("loss",))
+    b.loss(loss)
+    for program, wanted in ((chunk().program, []), (b.build(), ["R0.0.attn"])):
+        side = side_of(program, uniform(1))
+        schedule = make_schedule(get_order("plain"), None, side, delayed=False, elide=False)
+        issues = lower(schedule, {BACKWARD_SIDE: side}, {}).issues
+        assert "R0.0.experts" in map(str, schedule)
+        assert [str(issue.slot) for issue in issues if issue.graph_only] == wanted
 
 
 class Products(Counting):
