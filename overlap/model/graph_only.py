@@ -5,7 +5,10 @@ What a replay writes last is read by nobody: its backward needs what the last pr
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +31,11 @@ class GraphOnly(nn.Module):
 def skips(module: nn.Module) -> bool:
     """Whether a module's forward takes `graph_only`."""
     return isinstance(module, GraphOnly) and module.skips
+
+
+def second_form(function: Callable[..., Any], last: nn.Module) -> Callable[..., Any] | None:
+    """A stage function that leaves out what it returns, if the module that it ends with can."""
+    return partial(function, graph_only=True) if skips(last) else None
 
 
 def placeholder(like: Tensor, *shape: int) -> Tensor:

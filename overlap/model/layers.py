@@ -5,7 +5,7 @@ Legend: B sequences, S positions, C hidden, T = B*S tokens, k experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -17,14 +17,14 @@ from overlap.model.attention import ATTENTIONS
 from overlap.model.config import Attention, ModelConfig
 from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
-from overlap.model.graph_only import skips
+from overlap.model.graph_only import second_form
 from overlap.model.norm import RMSNorm
 from overlap.model.permute import permute, reorder, take_rows, unpermute, unpermute_adjoint
 from overlap.model.residual import make_residual
 from overlap.model.rope import Rotary
 from overlap.model.router import Router
 from overlap.model.sequences import Sequences, as_sequences, sequence_feeds
-from overlap.model.weights import Bound, Weights
+from overlap.model.weights import Weights
 from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
 
@@ -117,7 +117,7 @@ class DenseLayer(nn.Module):
         ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
             "experts", ffn.forward, *ffn.reads, outputs=("ffn_output",), wgrad=True,
-            parameters=ffn.parameters, state=ffn.state, graph_only=_graph_only(ffn, self.ffn),
+            parameters=ffn.parameters, state=ffn.state, graph_only=second_form(ffn.forward, self.ffn),
         )  # fmt: skip
         (out,) = b.compute(
             "post", residual.merge, update, *carried, outputs=("hidden",),
@@ -167,7 +167,8 @@ class MoELayer(nn.Module):
         (rows,) = b.compute(
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
-            inner=(RecomputeModule.MOE_ACT,), sheds=self.experts.sheds, graph_only=_graph_only(experts, self.experts),
+            inner=(RecomputeModule.MOE_ACT,), sheds=self.experts.sheds,
+            graph_only=second_form(experts.forward, self.experts),
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
@@ -260,11 +261,6 @@ class MoELayer(nn.Module):
             bound = weights.bind(module, (values["ffn_input"],), (module,))
             outputs += b.compute(
                 "shared", bound.forward, *bound.reads, outputs=("shared",), wgrad=True,
-                parameters=bound.parameters, state=bound.state, graph_only=_graph_only(bound, module),
+                parameters=bound.parameters, state=bound.state, graph_only=second_form(bound.forward, module),
             )  # fmt: skip
         return tuple(outputs)
-
-
-def _graph_only(bound: Bound, last: nn.Module) -> Callable[..., Any] | None:
-    """The stage function that leaves out what it returns, if the module that it ends with can."""
-    return partial(bound.forward, graph_only=True) if skips(last) else None

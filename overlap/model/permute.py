@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 
 from overlap.dispatch import Routing
 from overlap.model.custom import apply
-from overlap.model.graph_only import placeholder
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
@@ -43,7 +42,7 @@ def take_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, graph_only: bool 
 
     With `graph_only` the rows are left where they are: the graph is the same, what is returned holds no numbers.
     """
-    return apply(_Take, rows, order, inverse, graph_only)
+    return apply(_TakeNothing if graph_only else _Take, rows, order, inverse)
 
 
 class _Permute(torch.autograd.Function):
@@ -76,15 +75,15 @@ class _Unpermute(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, graph_only: bool) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return placeholder(rows, *rows.shape) if graph_only else rows.index_select(0, order)
+        return rows.index_select(0, order)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None, None
+        return grad.index_select(0, inverse), None, None
 
 
 def _gather(rows: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
@@ -98,3 +97,12 @@ def _select(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
         return x.index_select(0, index)
     taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
     return taken.masked_fill_((index >= x.shape[0]).view(-1, *(1 for _ in x.shape[1:])), 0)
+
+
+class _TakeNothing(_Take):
+    """_Take for nobody: with its backward, in the memory of one element."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.new_empty_strided(rows.shape, (0,) * rows.dim())

@@ -108,7 +108,7 @@ def products(model: ModelChunk, **observed: Any) -> Mapping[str, int]:
 
 
 def declares_nothing(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(import_module("overlap.model.layers"), "_graph_only", lambda bound, last: None)
+    patch.setattr(import_module("overlap.model.layers"), "second_form", lambda function, last: None)
 
 
 @pytest.mark.parametrize("delay", [False, True])
