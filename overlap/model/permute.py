@@ -45,6 +45,20 @@ def take_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, graph_only: bool 
     return apply(_TakeNothing if graph_only else _Take, rows, order, inverse)
 
 
+class _TakeNothing(torch.autograd.Function):
+    """_Take for nobody: with its graph, in the memory of one element."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.new_empty_strided(rows.shape, (0,) * rows.dim())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradients: tuple[Tensor, None, None] = _Take.backward(ctx, grad)
+        return gradients
+
+
 class _Permute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, held: Tensor, inverse: Tensor, topk: int, gaps: bool) -> Tensor:
@@ -97,12 +111,3 @@ def _select(x: Tensor, index: Tensor, gaps: bool) -> Tensor:
         return x.index_select(0, index)
     taken = x.index_select(0, index.clamp(max=x.shape[0] - 1))
     return taken.masked_fill_((index >= x.shape[0]).view(-1, *(1 for _ in x.shape[1:])), 0)
-
-
-class _TakeNothing(_Take):
-    """_Take for nobody: with its backward, in the memory of one element."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.new_empty_strided(rows.shape, (0,) * rows.dim())
