@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.errors import ProgramError
-from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable
+from overlap.ir import WEIGHTS, Effect, Input, Lane, Loss, Program, Stage, StepState, Trainable, TwoForms
 from recompute.modules import RecomputeModule
 
 
@@ -117,6 +117,7 @@ class ProgramBuilder:
         context: Callable[[], AbstractContextManager[object]] | None = None,
         inner: Iterable[RecomputeModule] = (),
         sheds: Iterable[int] = (),
+        graph_only: Callable[..., Any] | None = None,
     ) -> tuple[Value, ...]:
         """Add a stage of the compute lane; the arguments are the fields of ir.Stage.
 
@@ -136,6 +137,7 @@ class ProgramBuilder:
             context: Precision context to enter around `forward`; None: the layer's.
             inner: Parts that `forward` calls through recompute.inner.rebuild.
             sheds: Places of reads that its graph does not hold.
+            graph_only: The second form of `forward`, see ir.TwoForms.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -145,10 +147,9 @@ class ProgramBuilder:
             layer=self._layer, name=name, lane=Lane.COMPUTE,
             reads=tuple(value.name for value in reads),
             writes=tuple(names.values()),
-            forward=forward,
+            forward=forward if graph_only is None else TwoForms(forward, graph_only),
             nondiff=frozenset(names[short] for short in nondiff),
-            adjoint=adjoint,
-            wgrad=wgrad,
+            adjoint=adjoint, wgrad=wgrad,
             pins=tuple(names[short] for short in pins),
             effects=tuple(Effect(names[short], apply) for short, apply in effects),
             state=tuple(state),

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from overlap.check_graph_only import check_graph_only
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
@@ -25,7 +27,8 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
 
     Raises:
         ProgramError: A stage reads a trainable parameter, changes a buffer or draws random numbers without declaring
-            it, writes other values than it declares, or has an adjoint of wrong length or shape; a loss is no scalar.
+            it, writes other values than it declares, has an adjoint of wrong length or shape, or a graph_only that
+            leaves another graph; a loss is no scalar.
     """
     program = chunk.program
     moving = [buffer for item in program.step_states for buffer in item.buffers]
@@ -40,7 +43,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
         for stage in program.stages:
             inputs = [values[name] for name in stage.reads]
             before = {name: buffer._version for name, buffer in buffers.items()}
-            outputs = _run(chunk, stage, program, inputs)
+            outputs = _run(chunk, stage, _new_leaves(stage, program, inputs))
             _check_draws(stage, generators, states)
             for name, buffer in buffers.items():
                 changed = buffer._version != before[name] or not same_bits(buffer, saved[name])
@@ -55,9 +58,14 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             _check_storage(stage, program, inputs, outputs)
             values.update(zip(stage.writes, outputs, strict=True))
             _check_adjoint(stage, program, inputs, values, generators)
-            _check_draws(stage, generators, states)
             values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))
-            del inputs, outputs
+            del outputs
+            check_graph_only(
+                stage, partial(_new_leaves, stage, program, inputs), partial(_run, chunk),
+                [values[name] for name in stage.writes], lambda output: [*_leaves(output)], same_bits,
+            )  # fmt: skip
+            _check_draws(stage, generators, states)
+            del inputs
             # As in a step, a value dies with its last reader: the check must fit where the step fits.
             for value in (*stage.reads, *stage.writes):
                 if last.get(value, stage.key) == stage.key and value not in kept:
@@ -80,10 +88,13 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.contiguous().flatten().view(torch.uint8), right.contiguous().flatten().view(torch.uint8))
 
 
-def _run(chunk: ModelChunk, stage: Stage, program: Program, inputs: Sequence[Any]) -> tuple[Any, ...]:
-    leaves = [
+def _new_leaves(stage: Stage, program: Program, inputs: Sequence[Any]) -> list[Any]:
+    return [
         v if program.nondiff(name) else v.detach().requires_grad_() for name, v in zip(stage.reads, inputs, strict=True)
     ]
+
+
+def _run(chunk: ModelChunk, stage: Stage, leaves: Sequence[Any]) -> tuple[Any, ...]:
     keywords = {"pinned": None} if stage.pins else {}
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())

@@ -99,6 +99,8 @@ def _check_declarations(stage: Stage) -> None:
     for value in stage.pins:
         if value not in stage.nondiff:
             raise ProgramError(f"stage {stage.label} pins {value!r}: only a value without gradient can be pinned (R7)")
+    if stage.adjoint is not None and stage.graph_only is not None:
+        raise ProgramError(f"stage {stage.label} has an adjoint and graph_only: with an adjoint it needs no graph (R8)")
     if stage.adjoint is not None and (stage.parameters or stage.wgrad):
         raise ProgramError(f"stage {stage.label} has an adjoint and parameters: an adjoint gives input gradients only")
 

@@ -330,7 +330,8 @@ def run_forward(issue: Issue, inputs: Sequence[Any], keywords: dict[str, Any]) -
     stage = issue.stage
     differentiable = issue.differentiable
     if issue.records:
-        return Tape.record(stage.forward, inputs, issue.tracked, differentiable, keywords, stage.sheds)
+        forward = stage.graph_only if issue.graph_only and stage.graph_only is not None else stage.forward
+        return Tape.record(forward, inputs, issue.tracked, differentiable, keywords, stage.sheds)
     with torch.no_grad():
         result = stage.forward(*inputs, **keywords)
     outputs = result if len(differentiable) != 1 else (result,)

@@ -122,6 +122,19 @@ class Effect:
     apply: Callable[[Any], None]
 
 
+@dataclass(frozen=True, slots=True)
+class TwoForms:
+    """A stage function that need not compute what nobody reads. One object: what wraps it has the one form again."""
+
+    whole: Callable[..., Any]
+    graph_only: Callable[..., Any]
+    """Called alike, leaves the same graph, and returns tensors of the outputs' shapes and types without numbers."""
+
+    def __call__(self, *reads: Any, **keywords: Any) -> Any:
+        """Call it whole."""
+        return self.whole(*reads, **keywords)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One schedulable piece of a layer."""
@@ -133,7 +146,8 @@ class Stage:
     writes: tuple[str, ...]
     forward: Callable[..., Any]
     """`forward(*reads)` returns the value if there is one write, else a tuple, one per write. A stage with pins
-    also receives `pinned=`: None in the first pass, in a replay the tuple of values that it pinned then."""
+    also receives `pinned=`: None in the first pass, in a replay the tuple of values that it pinned then. TwoForms: a
+    replay whose outputs nobody reads calls the other one."""
     nondiff: frozenset[str] = frozenset()
     """Writes that carry no gradient (ids, splits, counts); they may be any Python object."""
     adjoint: Callable[..., Any] | None = None
@@ -161,6 +175,11 @@ class Stage:
     def key(self) -> StageKey:
         """(layer, name)."""
         return (self.layer, self.name)
+
+    @property
+    def graph_only(self) -> Callable[..., Any] | None:
+        """The other form of `forward`, if it has one."""
+        return self.forward.graph_only if isinstance(self.forward, TwoForms) else None
 
     @property
     def label(self) -> str:

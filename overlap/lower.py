@@ -45,6 +45,8 @@ class Issue:
     """N: the stage's in-place state is copied for its replay."""
     records: bool = False
     """F, R: whether a graph is kept for this stage's backward."""
+    graph_only: bool = False
+    """R: nobody reads what it writes, and its stage can make the graph without that."""
     parts: frozenset[RecomputeModule] = frozenset()
     """F: parts of the stage that its backward rebuilds."""
     writes: tuple[Key | None, ...] = ()
@@ -363,6 +365,10 @@ def _finished(
         signals=(issue.slot.microbatch, (issue.slot.op, issue.stage.key)) in waited
         or _read_later(issue, sides, survivors),
         frees=frees,
+        graph_only=issue.slot.op is Op.REPLAY
+        and issue.records
+        and issue.stage.graph_only is not None
+        and all(key is None or key in frees for key in issue.writes),
     )
 
 

@@ -129,7 +129,8 @@ class DrySlots:
                     self._tracker.note(constant)
         trace, work = self._log.trace(names.known), self._log.work()
         writes = tuple(() if key is None else names.of(owner.values[key]) for key in issue.writes)
-        self._values.update((key[0], Layout.of(owner.values[key])) for key in issue.writes if key is not None)
+        if not issue.graph_only:
+            self._values.update((key[0], Layout.of(owner.values[key])) for key in issue.writes if key is not None)
         tapes = list(owner.tapes.values())
         del owner
         held = names.survivors()

@@ -28,6 +28,8 @@ class Kind:
     """Whether the forward (for B and W: the one that made the graph) received pinned values."""
     parts: frozenset[RecomputeModule] = frozenset()
     """The parts of the stage that are rebuilt in its backward."""
+    graph_only: bool = False
+    """Whether the forward (for B and W: the one that made the graph) leaves out what it returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +91,10 @@ class Footprint:
 
 def forward_kind(issue: Issue) -> Kind:
     """The kind of an F, N or R slot."""
-    return Kind(issue.stage.key, Source.FORWARD, issue.records, bool(issue.pinned), issue.parts)
+    return Kind(issue.stage.key, Source.FORWARD, issue.records, bool(issue.pinned), issue.parts, issue.graph_only)
 
 
 def backward_kind(issue: Issue, made: Kind) -> Kind:
     """The kind of a B or W slot whose graph (if any) a forward of kind `made` recorded."""
     source = Source.WGRAD if issue.slot.op is Op.WGRAD else Source.BACKWARD
-    return Kind(issue.stage.key, source, made.graph, made.pinned, made.parts)
+    return Kind(issue.stage.key, source, made.graph, made.pinned, made.parts, made.graph_only)

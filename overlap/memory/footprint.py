@@ -137,8 +137,11 @@ def _run_slots(program: Program, dry: DrySlots, rebuilt: RebuiltParts, *, delaye
             dry.forward(issue)
             for parts in rebuilt.get(issue.stage.key, ()):
                 dry.forward(replace(issue, parts=parts))
-        if issue.stage.pins and issue.stage.key in replays:
-            dry.forward(replays[issue.stage.key])
+        replayed = replays.get(issue.stage.key)
+        if replayed is not None and issue.stage.pins:
+            dry.forward(replayed)
+        if replayed is not None and replayed.records and issue.stage.graph_only is not None:
+            dry.forward(replace(replayed, graph_only=True))
     backward = _issues(None, keep, delayed)
     wgrads = {issue.stage.key: issue for issue in backward if issue.slot.op is Op.WGRAD}
     for issue in backward:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap.dispatch import Arrival, Routing
+from overlap.model.graph_only import GraphOnly, skips
 from overlap.model.init import Sliced
 from overlap.model.linear import Linear, grouped_linear
 from overlap.model.swiglu import swiglu
@@ -18,7 +19,7 @@ from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
 
 
-class SwiGLU(nn.Module):
+class SwiGLU(GraphOnly):
     """(silu(gate) * up) projected down."""
 
     def __init__(self, hidden: int, width: int) -> None:
@@ -26,9 +27,15 @@ class SwiGLU(nn.Module):
         self.gate_up = Linear(hidden, 2 * width)
         self.down = Linear(width, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
+    @property
+    def skips(self) -> bool:
+        """Whether the product that it ends with can be left out."""
+        return super().skips and skips(self.down)
+
+    def forward(self, x: Tensor, *, graph_only: bool = False) -> Tensor:
         """[..., C] -> [..., C]."""
-        result: Tensor = self.down(swiglu(self.gate_up(x)))
+        inner = swiglu(self.gate_up(x))
+        result: Tensor = self.down(inner, graph_only=True) if self.leaves_out(graph_only) else self.down(inner)
         return result
 
 
@@ -37,7 +44,7 @@ def activate(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
     return swiglu(inner, probs).to(dtype)
 
 
-class GroupedExperts(Sliced):
+class GroupedExperts(Sliced, GraphOnly):
     """A SwiGLU per expert; each row is weighted before the second product, so that its output needs no activation.
 
     Args:
@@ -57,17 +64,19 @@ class GroupedExperts(Sliced):
         self.gate_up = nn.Parameter(torch.empty(len(self.held), hidden, 2 * width))
         self.down = nn.Parameter(torch.empty(len(self.held), width, hidden))
 
-    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival, *, graph_only: bool = False) -> Tensor:
         """Apply each row's expert.
 
         Args:
             rows: [N, C], sorted by expert; N may be 0.
             probs: [N], float32 or wider.
             routing: Its ends delimit the experts that are held.
+            graph_only: Leave the second product out.
 
         Returns:
             [N, C] of rows' type.
         """
         inner = grouped_linear(rows, self.gate_up, routing.ends, covers=routing.covers)
         weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
-        return grouped_linear(weighted, self.down, routing.ends, covers=routing.covers)
+        left_out = self.leaves_out(graph_only)
+        return grouped_linear(weighted, self.down, routing.ends, covers=routing.covers, graph_only=left_out)

@@ -17,6 +17,7 @@ from overlap.model.attention import ATTENTIONS
 from overlap.model.config import Attention, ModelConfig
 from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
+from overlap.model.graph_only import second_form
 from overlap.model.norm import RMSNorm
 from overlap.model.permute import permute, reorder, take_rows, unpermute, unpermute_adjoint
 from overlap.model.residual import make_residual
@@ -192,7 +193,7 @@ class DenseLayer(nn.Module):
         ffn = weights.bind(self.ffn, (ffn_input,), (self.ffn,))
         (update,) = b.compute(
             "experts", ffn.forward, *ffn.reads, outputs=("ffn_output",), wgrad=True,
-            parameters=ffn.parameters, state=ffn.state,
+            parameters=ffn.parameters, state=ffn.state, graph_only=second_form(ffn.forward, self.ffn),
         )  # fmt: skip
         (out,) = b.compute(
             "post", residual.merge, update, *front.carried.values(), *carried, outputs=("hidden",),
@@ -246,6 +247,7 @@ class MoELayer(nn.Module):
             "experts", experts.forward, *experts.reads,
             outputs=("expert_output",), wgrad=True, parameters=experts.parameters, state=experts.state,
             inner=(RecomputeModule.MOE_ACT,), sheds=self.experts.sheds,
+            graph_only=second_form(experts.forward, self.experts),
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
@@ -281,18 +283,18 @@ class MoELayer(nn.Module):
         tokens = permute(flat, routing)
         return (tokens, reorder(probs, routing), *carried, *shared_input, *losses, routing, routing.counts)
 
-    def apply_experts(self, rows: Tensor, probs: Tensor, arrival: Arrival) -> Tensor:
+    def apply_experts(self, rows: Tensor, probs: Tensor, arrival: Arrival, *, graph_only: bool = False) -> Tensor:
         """Apply the experts held here to rows [M, C] with weights [M] as they arrived; the result is ordered alike.
 
         Rows arrive by sending rank. Sorting them by expert is compute, so it is done here and not on the wire (R11).
         """
+        experts = partial(self.experts, graph_only=True) if graph_only else self.experts
         order, inverse = arrival.order, arrival.inverse
         if order is None or inverse is None:
-            result: Tensor = self.experts(rows, probs, arrival)
+            result: Tensor = experts(rows, probs, arrival)
             return result
-        return take_rows(
-            self.experts(take_rows(rows, order, inverse), take_rows(probs, order, inverse), arrival), inverse, order
-        )
+        result = experts(take_rows(rows, order, inverse), take_rows(probs, order, inverse), arrival)
+        return take_rows(result, inverse, order, graph_only=graph_only)
 
     def post(self, combined: Tensor, routing: Routing, *others: Tensor) -> Tensor:
         """Sum each token's rows [N, C] and the shared expert's output, merge into the residual state."""
@@ -339,6 +341,6 @@ class MoELayer(nn.Module):
             bound = weights.bind(module, (values["ffn_input"],), (module,))
             outputs += b.compute(
                 "shared", bound.forward, *bound.reads, outputs=("shared",), wgrad=True,
-                parameters=bound.parameters, state=bound.state,
+                parameters=bound.parameters, state=bound.state, graph_only=second_form(bound.forward, module),
             )  # fmt: skip
         return tuple(outputs)

@@ -14,24 +14,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from overlap.model.custom import apply
+from overlap.model.graph_only import GraphOnly, placeholder
 from overlap.model.grouped import grouped_mm, grouped_mm_wgrad, grouped_mm_wgrad_add
 from recompute.wgrad import Add, is_left_out, late_weight_gradient, weight_gradient
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+def linear(x: Tensor, weight: Tensor, *, graph_only: bool = False) -> Tensor:
     """Matrix product x weight^T.
 
     Args:
         x: [..., I].
         weight: [O, I]; inside autocast both are cast to its type, and gradients have the types of the arguments.
+        graph_only: Leave the product out: the graph is the same, what is returned holds no numbers.
 
     Returns:
         [..., O].
     """
-    return apply(_Linear, x, *graph_inputs(x, weight))
+    return apply(_Linear, x, *graph_inputs(x, weight), graph_only)
 
 
-def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, covers: bool = True) -> Tensor:
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, covers: bool = True, graph_only: bool = False) -> Tensor:
     """Multiply each row with the matrix of its expert.
 
     Args:
@@ -39,23 +41,24 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, covers: bool = Tr
         weight: [E, I, O]; an expert without rows gets a gradient of exact zeros.
         ends: [E] int32, where each expert's rows end; the last is T.
         covers: False: the last may be less; the rows behind it belong to no expert.
+        graph_only: As for linear().
 
     Returns:
         [T, O]; zeros in the rows of no expert.
     """
-    return apply(_GroupedLinear, x, *graph_inputs(x, weight), ends, covers)
+    return apply(_GroupedLinear, x, *graph_inputs(x, weight), ends, covers, graph_only)
 
 
-class Linear(nn.Module):
+class Linear(GraphOnly):
     """linear() with its weight, left uninitialised for model.init_weights. No bias."""
 
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outer, inner))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *, graph_only: bool = False) -> Tensor:
         """[..., inner] -> [..., outer]."""
-        return linear(x, self.weight)
+        return linear(x, self.weight, graph_only=self.leaves_out(graph_only))
 
 
 class LateWeight:
@@ -69,17 +72,19 @@ class LateWeight:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, late: LateWeight | None, anchor: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, late: LateWeight | None, anchor: Tensor | None, graph_only: bool
+    ) -> Tensor:
         x = autocast_like(x)
         _save(ctx, x, weight, late)
-        return F.linear(x, autocast_like(weight))
+        return placeholder(x, *x.shape[:-1], weight.shape[0]) if graph_only else F.linear(x, autocast_like(weight))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         grad_x = grad.matmul(weight.to(grad.dtype)) if ctx.needs_input_grad[0] else None
-        return grad_x, gradient_of_weight(ctx, _linear_wgrad, x, grad), None, None
+        return grad_x, gradient_of_weight(ctx, _linear_wgrad, x, grad), None, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -92,22 +97,25 @@ class _GroupedLinear(torch.autograd.Function):
         anchor: Tensor | None,
         ends: Tensor,
         covers: bool,
+        graph_only: bool,
     ) -> Tensor:
         x = autocast_like(x)
         _save(ctx, x, weight, late, ends)
         ctx.covers = covers
+        if graph_only:
+            return placeholder(x, x.shape[0], weight.shape[2])
         product: Tensor = grouped_mm(x, autocast_like(weight), ends, covers)
         return product
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         x, weight, ends = ctx.saved_tensors
         transposed = weight.to(grad.dtype).transpose(1, 2)
         grad_x = grouped_mm(grad, transposed, ends, ctx.covers) if ctx.needs_input_grad[0] else None
         compute = partial(_grouped_wgrad, covers=ctx.covers)
         add = partial(grouped_mm_wgrad_add, covers=ctx.covers)
-        return grad_x, gradient_of_weight(ctx, compute, x, grad, ends, add=add), None, None, None, None
+        return grad_x, gradient_of_weight(ctx, compute, x, grad, ends, add=add), None, None, None, None, None
 
 
 def graph_inputs(x: Tensor, weight: Tensor) -> tuple[Tensor, LateWeight | None, Tensor | None]:

@@ -39,9 +39,26 @@ def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
     return _select(grad, routing.token, routing.capacity is not None)
 
 
-def take_rows(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-    """Permute rows: row i of the result is row order[i]; the gradient is gathered by the inverse."""
-    return apply(_Take, rows, order, inverse)
+def take_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, graph_only: bool = False) -> Tensor:
+    """Permute rows: row i of the result is row order[i]; the gradient is gathered by the inverse.
+
+    With `graph_only` the rows are left where they are: the graph is the same, what is returned holds no numbers.
+    """
+    return apply(_TakeNothing if graph_only else _Take, rows, order, inverse)
+
+
+class _TakeNothing(torch.autograd.Function):
+    """_Take for nobody: with its graph, in the memory of one element."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return rows.new_empty_strided(rows.shape, (0,) * rows.dim())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gradients: tuple[Tensor, None, None] = _Take.backward(ctx, grad)
+        return gradients
 
 
 class _Permute(torch.autograd.Function):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,11 +14,15 @@ from torch.nn import functional as F
 
 from overlap import Program, ProgramBuilder, ProgramError
 from overlap.chunk import ModelChunk
-from overlap.ir import StageKey
+from overlap.ir import Op, StageKey
 from overlap.memory import fake_chunk, predict, take_footprint
-from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.device_model import DEVICES
+from overlap.memory.facts import Facts, Footprint, Kind, forward_kind
 from overlap.memory.refs import OUTSIDE_REF, Ref, Source
+from overlap.model import Decoder, ModelConfig
 from overlap.model.linear import linear
+from overlap.planning.device_kernels import register_flops
+from overlap.step import step_plans
 from recompute.wgrad import weight_gradient
 from tests.memory.compare import assert_exact, decoder, none, tokens, uniform
 
@@ -263,3 +268,30 @@ def test_one_dry_run_serves_every_order_and_config() -> None:
     with fake_chunk(lambda: decoder(none, delay_wgrad=True, layers=1)) as chunk:
         other = take_footprint(chunk, tokens(1)[0])
     assert one == other
+
+
+def test_what_nobody_reads_takes_one_element_and_no_product() -> None:
+    """The graph is the same, and so is its backward; a step's floating-point operations fall by those products."""
+    register_flops()
+    config = ModelConfig(layers=1, hidden=16)
+    with fake_chunk(lambda: ModelChunk(Decoder(config), recompute=uniform(1), delay_wgrad=True)) as chunk:
+        found = take_footprint(chunk, tokens(1)[0], (True,), device=DEVICES["h200"])
+        replays = [i for plan, _, _ in step_plans(chunk, 3) for i in plan.issues if i.slot.op is Op.REPLAY]
+    facts = found.facts[True]
+    inner = {"experts": (12 * config.topk, config.expert_width), "shared": (12, config.shared_width)}
+    for stage, (rows, width) in inner.items():
+        kinds = [Kind((0, stage), Source.FORWARD, True, False, graph_only=left) for left in (False, True)]
+        whole, left_out = (facts[kind] for kind in kinds)
+        product = 2 * rows * width * config.hidden
+        assert whole.born[0] == rows * config.hidden * 4
+        assert left_out.born == (4, *whole.born[1:])
+        assert (left_out.writes, left_out.tape) == (whole.writes, whole.tape)
+        assert whole.work.flops - left_out.work.flops == product == whole.work.flops / 3
+        for source in (Source.BACKWARD, Source.WGRAD):
+            one, other = (facts[replace(kind, source=source)] for kind in kinds)
+            assert one == other
+        flops = sum(facts[forward_kind(issue)].work.flops for issue in replays if issue.stage.name == stage)
+        assert flops == 3 * (whole.work.flops - product)
+        # what readers find is the first pass's
+        assert found.spans[0, stage] == (((rows * config.hidden, 4),),)
+    assert {kind.key[1] for kind in facts if kind.graph_only} == set(inner)
