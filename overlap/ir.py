@@ -170,6 +170,9 @@ class Stage:
     sheds: tuple[int, ...] = ()
     """Places of reads that `forward`'s graph does not hold, since it keeps them otherwise (in 8 bits, R15): what was
     read is let go before backward. Never a weight."""
+    aliases: bool = False
+    """What it writes that carries gradients, and what its adjoint gives, is memory that the compute lane allocated
+    and it was given (R14)."""
 
     @property
     def key(self) -> StageKey:
