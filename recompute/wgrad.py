@@ -127,6 +127,11 @@ def is_left_out(weight: Tensor) -> bool:
     return _left_out > 0 and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
+def puts_off(weight: Tensor) -> bool:
+    """Whether weight_gradient() would put this weight's gradient off, in the backward that runs."""
+    return bool(_collectors) and weight.is_leaf and weight.requires_grad
+
+
 def late_weight_gradient(
     weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor, add: Add | None = None
 ) -> None:
@@ -172,7 +177,7 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
-    if _collectors and weight.is_leaf:
+    if puts_off(weight):
         _put_off(weight, compute, tensors, add)
         return None
     if add is not None and weight.grad is not None and _adds_in_place(weight):
