@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from overlap import train_step
+from overlap import ProgramError, train_step
 from overlap.backends import load_backend
+from overlap.cuda_graph import WARM_UP, GraphedStep
 from overlap.model import Decoder, ModelConfig
+from overlap.verify import verify
 from tests.gpu.test_te import ATTENTIONS, DEVICE, SHAPE, batches, make_chunk
 
 # Transformer Engine's own imports warn.
@@ -58,6 +60,32 @@ def test_products_by_kernels_are_the_modules(precision):
         assert ours is not None
         assert theirs is not None
         assert float((ours - theirs).float().norm()) <= 0.2 * float(theirs.float().norm())
+
+
+@pytest.mark.parametrize("case", ["uniform1", "hidden1", "delayed-wgrad", "attention-dropout"])
+def test_a_step_in_bfloat16_as_a_graph(case):
+    chunk = make_chunk("bf16", case)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    assert verdict.equal, verdict
+    assert verdict.max_live_segments <= (2 if "hidden" in case else 1)
+
+
+@pytest.mark.parametrize("precision", ["block", "current", "delayed"])
+def test_a_dense_step_in_8_bits_as_a_graph(precision):
+    """Without experts the host need not know rows; scales move by the graph's own kernels."""
+    chunk = make_chunk(precision, "uniform1", dense_layers=3)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    assert verdict.equal, verdict
+
+
+def test_experts_in_8_bits_are_refused_as_a_graph():
+    chunk = make_chunk("block", "uniform1")
+    (data,) = batches(chunk.module.config, steps=1)
+    step = GraphedStep(chunk)
+    for _ in range(WARM_UP):
+        step(data)
+    with pytest.raises(ProgramError, match="needs the host"):
+        step(data)
 
 
 def test_a_step_in_bfloat16_does_not_wait_for_the_device():
