@@ -28,9 +28,9 @@ from recompute.errors import ConfigError
 class TEBackend:
     """Transformer Engine, for one model; see overlap.model.backend.
 
-    It takes what is gained by: attention everywhere, and norms and products of layers in 8 bits by its kernels. In
-    bfloat16 its products are the same library's as torch's, and its norm needs a Function in Python where torch's is one
-    operator, so there both stay the model's own.
+    It takes what is gained by: attention everywhere, and norms and products of layers in 8 bits, by its kernels. In
+    bfloat16 both stay the model's own: its products are the same library's as torch's, and its norm needs a Function in
+    Python where torch's is one operator.
     The router and the loss stay torch's: they compute in float32, and without logits.
 
     Args:

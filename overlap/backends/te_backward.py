@@ -31,7 +31,7 @@ from overlap.backends.te_together import cast_weights
 from overlap.model.linear import gradient_of_weight
 from recompute.wgrad import puts_off
 
-_BYTES = 24 * 2**20
+_BYTES = 48 * 2**20
 """Most bytes of weights of a piece: a weight gradient is as large."""
 
 Inputs = Callable[[Piece], list[Any]]
