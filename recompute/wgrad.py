@@ -146,8 +146,9 @@ def late_weight_gradient(
 
 
 def _put_off(weight: Tensor, compute: Callable[..., Tensor], tensors: tuple[Tensor, ...], add: Add | None) -> None:
-    # without their graph: a saved input's would keep the stage's own inputs alive until the W slot
-    detached = tuple(tensor.detach() for tensor in tensors)
+    # without their graph: a saved input's would keep the stage's own inputs alive until the W slot; a quantised tensor
+    # comes as its parts, of which some are None
+    detached = tuple(tensor.detach() if torch.is_tensor(tensor) else tensor for tensor in tensors)
     _collectors[-1].pending.append(PendingGradient(weight, compute, detached, add))
 
 

@@ -33,8 +33,10 @@ def test_a_gradient_goes_after_its_first_use(sheds: tuple[int, ...]) -> None:
         [x], [True], [True], {}, sheds,
     )  # fmt: skip
     assert torch.equal(output, x * 4)
-    gradients: list[Tensor | None] = [seed.clone()]
-    watched.append(weakref.ref(gradients[0].untyped_storage()))
+    given = seed.clone()
+    watched.append(weakref.ref(given.untyped_storage()))
+    gradients: list[Tensor | None] = [given]
+    del given
     tape.take_over(gradients)
     tape.backward(gradients)
     assert alive == [True, not sheds]
