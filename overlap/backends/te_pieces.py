@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ class Piece:
     """Rows of each of these."""
     padded: tuple[int, ...]
     """The same with padding."""
+    cuts: tuple[int, ...]
+    """Rows, padding, rows, padding, and so on."""
 
     @property
     def pads(self) -> bool:
@@ -60,13 +63,17 @@ class Piece:
         return torch.cat(self._places(x)) if self.pads else x
 
     def _places(self, x: Tensor) -> list[Tensor]:
-        cuts = [part for rows, whole in zip(self.splits, self.padded, strict=True) for part in (rows, whole - rows)]
-        return list(x.split_with_sizes(cuts)[::2])
+        return list(x.split_with_sizes(self.cuts)[::2])
 
 
-def pieces(weight: Tensor, given: Rows, most_bytes: int) -> list[Piece]:
+def pieces(weight: Tensor, given: Rows, most_bytes: int) -> Sequence[Piece]:
     """Cut experts [E, ...] into pieces of at most `most_bytes` of weights, of one expert at least."""
-    step = max(most_bytes // max(weight[0].numel() * weight.element_size(), 1), 1)
+    return _cut(given, max(most_bytes * len(weight) // max(weight.nbytes, 1), 1))
+
+
+@lru_cache(maxsize=64)
+def _cut(given: Rows, step: int) -> Sequence[Piece]:
+    """Pieces of `step` experts. Both products, their replay and their backward ask for the same ones."""
     result, row = [], 0
     for first in range(0, len(given.splits), step):
         part = given.splits[first : first + step]
@@ -74,9 +81,10 @@ def pieces(weight: Tensor, given: Rows, most_bytes: int) -> list[Piece]:
         busy = tuple(place for place, rows in enumerate(part) if rows)
         counts = tuple(part[place] for place in busy)
         padded = tuple(-(-rows // given.multiple) * given.multiple for rows in counts)
-        result.append(Piece(slice(first, first + len(part)), slice(row, end), busy, counts, padded))
+        cuts = tuple(rows for one, whole in zip(counts, padded, strict=True) for rows in (one, whole - one))
+        result.append(Piece(slice(first, first + len(part)), slice(row, end), busy, counts, padded, cuts))
         row = end
-    return result
+    return tuple(result)
 
 
 def busy_pieces(weight: Tensor, given: Rows, most_bytes: int) -> list[Piece]:
