@@ -47,7 +47,9 @@ class Fp8GroupedProduct:
         """[N, I] -> [N, O], `splits` [E] rows per expert on the host; rows behind their sum give zeros."""
         return apply(_Grouped, x, *graph_inputs(x, weight), self._casts, Rows(tuple(splits), self._multiple))
 
-    def activated(self, weight: Tensor, inner: Tensor, probs: Tensor, splits: Sequence[int]) -> Tensor:
+    def activated(
+        self, weight: Tensor, inner: Tensor, probs: Tensor, splits: Sequence[int], *, graph_only: bool = False
+    ) -> Tensor:
         """The product of SwiGLU's result.
 
         Backward makes that result again, a few experts at a time, and writes `inner`'s gradient over `inner`, so that
@@ -58,12 +60,13 @@ class Fp8GroupedProduct:
             inner: [N, 2*W], gate first.
             probs: [N], the weight of each row.
             splits: [E] rows per expert, on the host.
+            graph_only: Leave the product out: the graph is the same, what is returned holds no numbers.
 
         Returns:
             [N, C]; zeros in the rows of no expert.
         """
         given = Rows(tuple(splits), self._multiple)
-        return apply(_Activated, inner, *graph_inputs(inner, weight), probs, self._casts, given)
+        return apply(_Activated, inner, *graph_inputs(inner, weight), probs, self._casts, given, graph_only)
 
 
 class _Grouped(torch.autograd.Function):
@@ -79,7 +82,10 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         x = autocast_like(x).contiguous()
         keeps = ctx.needs_input_grad[1] or late is not None
-        out, kept = _product(x, weight, casts, given, keeps=keeps, recorded=keeps)
+        out = to_fill(x, weight.shape[1], given.splits)
+        kept: list[Any] = []
+        for piece in busy_pieces(weight, given, _FORWARD_BYTES if keeps else _FIRST_PASS_BYTES):
+            kept += _product_piece(x[piece.rows], weight, out, casts, piece, keeps)
         plain, ctx.restore = flat(kept)
         ctx.save_for_backward(weight, *plain)
         ctx.casts, ctx.given = casts, given
@@ -117,25 +123,31 @@ class _Activated(torch.autograd.Function):
         probs: Tensor,
         casts: Casts,
         given: Rows,
+        graph_only: bool,
     ) -> Tensor:
-        recorded = ctx.needs_input_grad[0] or late is not None
-        out, _ = _product(autocast_like(swiglu(inner, probs)), weight, casts, given, keeps=False, recorded=recorded)
         ctx.save_for_backward(inner, weight, probs)
         ctx.casts, ctx.given = casts, given
         keep_weight(ctx, weight, late)
+        if graph_only:
+            return inner.new_empty(1).expand(inner.shape[0], weight.shape[1])
+        out = to_fill(inner, weight.shape[1], given.splits)
+        for piece in busy_pieces(weight, given, _FORWARD_BYTES):
+            _product_piece(_weighted(inner, probs, piece), weight, out, casts, piece, False)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, None, None]:
+    def backward(
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, None, None, None]:
         inner, weight, probs = ctx.saved_tensors
         casts: Casts = ctx.casts
         grad_probs = probs.new_zeros(probs.shape)
         grad_inner = inner.detach()
 
         def inputs(piece: Piece) -> list[Any]:
-            weighted = autocast_like(swiglu(inner[piece.rows], probs[piece.rows]))
-            return _cast(piece.spread(weighted), casts, piece, rows=False, columns=True)
+            weighted = piece.spread(_weighted(inner, probs, piece))
+            return _cast(weighted, casts, piece, rows=False, columns=True)
 
         def take(piece: Piece, part: Tensor) -> None:
             made, of_probs = swiglu_gradients(inner[piece.rows], probs[piece.rows], piece.gather(part))
@@ -149,28 +161,22 @@ class _Activated(torch.autograd.Function):
             take=take if wanted else None,
         ).run(ctx)  # fmt: skip
         if not wanted:
-            return None, gradient, None, None, None, None, None
+            return None, gradient, None, None, None, None, None, None
         grad_inner[sum(ctx.given.splits) :] = 0
-        return grad_inner, gradient, None, None, grad_probs, None, None
+        return grad_inner, gradient, None, None, grad_probs, None, None, None
 
 
-def _product(
-    x: Tensor, weight: Tensor, casts: Casts, given: Rows, *, keeps: bool, recorded: bool
-) -> tuple[Tensor, list[Any]]:
-    """[N, I] -> [N, O], and what is kept of the inputs."""
-    out = to_fill(x, weight.shape[1], given.splits)
-    kept: list[Any] = []
-    for piece in busy_pieces(weight, given, _FORWARD_BYTES if recorded else _FIRST_PASS_BYTES):
-        kept += _product_piece(x, weight, out, casts, piece, keeps)
-    return out, kept
+def _weighted(inner: Tensor, probs: Tensor, piece: Piece) -> Tensor:
+    """SwiGLU of the piece's rows."""
+    return autocast_like(swiglu(inner[piece.rows], probs[piece.rows]))
 
 
-def _product_piece(x: Tensor, weight: Tensor, out: Tensor, casts: Casts, piece: Piece, keeps: bool) -> list[Any]:
+def _product_piece(rows: Tensor, weight: Tensor, out: Tensor, casts: Casts, piece: Piece, keeps: bool) -> list[Any]:
     """Fill the piece's rows; returns what is kept of its inputs.
 
     A function of its own: its locals are gone before the next piece is cast.
     """
-    read = _cast(piece.pad(x), casts, piece, rows=True, columns=keeps)
+    read = _cast(piece.spread(rows), casts, piece, rows=True, columns=keeps)
     made = cast_weights(weight, casts, piece.experts, piece.busy, columns=False)
     whole = out.new_empty(sum(piece.padded), out.shape[1]) if piece.pads else out[piece.rows]
     multiply_each(made, read, [whole], piece.padded, FORWARD, accurate=casts.accurate_forward)

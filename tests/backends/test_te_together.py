@@ -39,6 +39,12 @@ def test_activated_is_swiglu_and_the_product(engine, kind, multiple, unused, spl
         monkeypatch.setattr(load("te_backward"), "_BYTES", piece)
         found = with_probs(lambda x, p: product.activated(weight, x, p, splits), weight, inner, probs, how)
         assert len(found) == 4
+        left_out = with_probs(
+            lambda x, p: product.activated(weight, x, p, splits, graph_only=True), weight, inner, probs, how
+        )
+        assert left_out[0].shape == want[0].shape
+        assert left_out[0].untyped_storage().nbytes() == left_out[0].element_size()
+        assert all(torch.equal(a, b) for a, b in zip(left_out[1:], want[1:], strict=True))
         assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
     with torch.no_grad():
         assert torch.equal(product.activated(weight, inner, probs, splits), want[0])
