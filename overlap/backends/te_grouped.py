@@ -23,7 +23,7 @@ from overlap.model.custom import apply
 from overlap.model.linear import LateWeight, autocast_like, graph_inputs, keep_weight
 from overlap.model.swiglu import swiglu, swiglu_gradients
 
-_FIRST_PASS_BYTES = 80 * 2**20
+_FIRST_PASS_BYTES = 96 * 2**20
 """Most bytes of weights that are taken at a time without a graph."""
 _FORWARD_BYTES = 24 * 2**20
 """The same with a graph: a replay is near a step's highest point."""
