@@ -256,7 +256,8 @@ class Engine:
     def _by_tape(self, issue: Issue, owner: MicrobatchState, gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
         key = issue.stage.key
         tape = owner.tapes.pop(key)
-        tape.take_over(gradients)
+        if issue.stage.sheds:
+            tape.take_over(gradients)
         if issue.delays:
             collector = WeightGradients()
             with collect_weight_gradients(collector):
