@@ -171,6 +171,7 @@ class ProgramBuilder:
         pins: Sequence[str] = (),
         adjoint: Callable[..., Any],
         lane: Lane = Lane.COMM,
+        aliases: bool = False,
     ) -> tuple[Value, ...]:
         """Add a stage of a communication lane: communication only, with a hand-written backward (R11).
 
@@ -185,6 +186,7 @@ class ProgramBuilder:
             pins: Names of `nondiff` values that a replay and the adjoint get from the first pass.
             adjoint: Its backward, see ir.Stage.
             lane: Where it runs.
+            aliases: Whether it passes on the memory that it is given.
 
         Returns:
             Handles of `outputs` then `nondiff`.
@@ -200,6 +202,7 @@ class ProgramBuilder:
             nondiff=frozenset(names[short] for short in nondiff),
             pins=tuple(names[short] for short in pins),
             adjoint=adjoint,
+            aliases=aliases,
         )
         self._stages.append(stage)
         return tuple(Value(value) for value in stage.writes)

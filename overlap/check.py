@@ -134,6 +134,11 @@ def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Se
 
 def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """What a compute stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
+    if stage.aliases:
+        given = {value.untyped_storage()._cdata for value in inputs if torch.is_tensor(value)}
+        for name, value in zip(stage.writes, outputs, strict=True):
+            if not program.nondiff(name) and value.untyped_storage()._cdata not in given:
+                raise ProgramError(f"stage {stage.label} declares that it passes on memory, but {name!r} is new (R14)")
     if stage.lane is not Lane.COMPUTE:
         return
     foreign = {

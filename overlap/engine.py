@@ -253,11 +253,11 @@ class Engine:
                 results = stage.adjoint(gradients, pinned)
         return results
 
-    def _by_tape(
-        self, issue: Issue, owner: MicrobatchState, gradients: Sequence[Tensor | None]
-    ) -> Sequence[Tensor | None]:
+    def _by_tape(self, issue: Issue, owner: MicrobatchState, gradients: list[Tensor | None]) -> Sequence[Tensor | None]:
         key = issue.stage.key
         tape = owner.tapes.pop(key)
+        if issue.stage.sheds:
+            tape.take_over(gradients)
         if issue.delays:
             collector = WeightGradients()
             with collect_weight_gradients(collector):

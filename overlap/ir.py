@@ -169,7 +169,10 @@ class Stage:
     """Parts that `forward` can rebuild in its backward: it calls them through recompute.inner.rebuild."""
     sheds: tuple[int, ...] = ()
     """Places of reads that `forward`'s graph does not hold, since it keeps them otherwise (in 8 bits, R15): what was
-    read is let go before backward. Never a weight."""
+    read is let go before backward. Never a weight. The gradients of its writes go as soon as they are used."""
+    aliases: bool = False
+    """What it writes that carries gradients, and what its adjoint gives, is memory that the compute lane allocated
+    and it was given (R14)."""
 
     @property
     def key(self) -> StageKey:

@@ -54,6 +54,17 @@ def home(key: tuple[str, int], side: Side) -> Lane:
     return side.program.producers[value].lane if copy < STORED else Lane.COPY
 
 
+def allocator(key: tuple[str, int], side: Side) -> Lane:
+    """The lane whose memory a copy of a written value is: not its writer's, if that passes on what it was given."""
+    stage = side.program.producers[key[0]]
+    return home(key, side) if key[1] >= STORED or key[0] in stage.nondiff else allocates(stage)
+
+
+def allocates(stage: Stage) -> Lane:
+    """The lane whose memory the gradients are that a stage gives, and what it writes that carries some."""
+    return Lane.COMPUTE if stage.aliases else stage.lane
+
+
 def writer(key: tuple[str, int], side: Side) -> Op:
     """The operation of the slot that writes a copy of a value."""
     value, copy = key

@@ -12,7 +12,18 @@ from dataclasses import dataclass, replace
 
 from overlap.clocks import NOTHING, Clocks, Past, View
 from overlap.ir import WEIGHTS, Lane, Op, Program, Schedule, Slot, Stage, StageKey
-from overlap.keeping import LOADED, STORED, generation, home, lets_go, paces, stored_writes, writer
+from overlap.keeping import (
+    LOADED,
+    STORED,
+    allocates,
+    allocator,
+    generation,
+    home,
+    lets_go,
+    paces,
+    stored_writes,
+    writer,
+)
 from overlap.side import Side, Sides, stages_of
 from recompute.config import Keep
 from recompute.modules import RecomputeModule
@@ -337,20 +348,20 @@ def _finished(
     side = sides[issue.slot.microbatch]
     program = side.program
     keys = [
-        (key, home(key, side))
+        (key, allocator(key, side))
         for key in (*issue.reads, *issue.pinned)
-        if key[0] in program.producers and home(key, side) is not issue.lane
+        if key[0] in program.producers and allocator(key, side) is not issue.lane
     ]
     pieces = [
-        (piece, program.stages[piece[1]].lane)
+        (piece, allocates(program.stages[piece[1]]))
         for group in issue.pieces
         for piece in group
-        if program.stages[piece[1]].lane is not issue.lane
+        if allocates(program.stages[piece[1]]) is not issue.lane
     ]
     written = [(place, value) for place, value in enumerate(issue.stage.reads) if value in program.producers]
-    homes = [(place, home((value, generation(value, issue.stage, side)), side)) for place, value in written]
+    homes = [(place, allocator((value, generation(value, issue.stage, side)), side)) for place, value in written]
     leaves = [(place, lane) for place, lane in homes if lane is not issue.lane]
-    readers = {reader.lane for value in issue.stage.writes for reader in program.readers[value]}
+    readers = {allocates(reader) for value in issue.stage.writes for reader in program.readers[value]}
     givers = {lane for _, lane in leaves} | readers - {issue.lane}
     keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None
     return replace(

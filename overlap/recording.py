@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from overlap.errors import RaceError
-from overlap.ir import Lane, Slot
+from overlap.ir import Lane, Op, Slot
+from overlap.keeping import allocates
 from overlap.lanes import Owner
 from overlap.lower import Event, Issue, Key, Piece
 
@@ -28,7 +29,9 @@ class _Buffer:
     """What is known of a value or gradient piece."""
 
     lane: Lane | None
-    """Lane that allocated it; None: the caller did, before the step, and keeps it."""
+    """Lane that wrote it; None: the caller did, before the step, and keeps it."""
+    home: Lane | None = None
+    """Lane that allocated it: another than wrote it, if that passed on what it was given."""
     written: int = 0
     """Number of the issue of that lane that wrote it last."""
     uses: dict[Lane, tuple[int, Slot]] = field(default_factory=dict)
@@ -85,7 +88,7 @@ class RecordingLanes:
             known = self._buffers.get(name)
             if known is not None and known.released is not None:
                 raise RaceError(issue.slot, _text(name), f"is written after {known.released} released it")
-            self._buffers[name] = _Buffer(lane, number)
+            self._buffers[name] = _Buffer(lane, _home(issue, name), number)
         for name in self._releases(issue, owner):
             self._release(issue, name)
         return dict(self._clocks[lane])
@@ -122,11 +125,13 @@ class RecordingLanes:
         if buffer.released is not None:
             raise RaceError(issue.slot, _text(name), f"is used after {buffer.released} released it")
         self._note(lane, "use", _text(name))
-        if buffer.lane is None or buffer.lane is lane:
+        if buffer.lane is None:
             return
-        if clock.get(buffer.lane, 0) < buffer.written:
+        if buffer.lane is not lane and clock.get(buffer.lane, 0) < buffer.written:
             rule = f"is used on {lane.value}, and no wait orders that behind its write on {buffer.lane.value}"
             raise RaceError(issue.slot, _text(name), rule)
+        if buffer.home is lane:
+            return
         buffer.uses[lane] = (clock[lane], issue.slot)
         if announced:
             buffer.announced.add(lane)
@@ -153,19 +158,26 @@ class RecordingLanes:
             raise RaceError(issue.slot, _text(name), rule)
         self._note(issue.lane, "release", _text(name))
         buffer.released = issue.slot
-        if buffer.lane is None:
+        if buffer.home is None:
             return
-        clock = self._clocks[buffer.lane]
+        clock = self._clocks[buffer.home]
         for lane, (number, slot) in buffer.uses.items():
             if lane not in buffer.announced and clock.get(lane, 0) < number:
                 rule = (
-                    f"goes back to {buffer.lane.value}, which is not behind its use by {slot} on {lane.value}; "
+                    f"goes back to {buffer.home.value}, which is not behind its use by {slot} on {lane.value}; "
                     "nor was the allocator told of that use (R14)"
                 )
                 raise RaceError(issue.slot, _text(name), rule)
 
     def _note(self, lane: Lane, what: str, of: object) -> None:
         self.log.append(f"{lane.value} {what} {of}")
+
+
+def _home(issue: Issue, name: _Name) -> Lane:
+    """The lane that allocated what an issue writes."""
+    _, kind, (value, _) = name
+    copies = issue.slot.op in (Op.STORE, Op.LOAD) or (kind == "value" and value in issue.stage.nondiff)
+    return issue.lane if copies else allocates(issue.stage)
 
 
 def _text(name: _Name) -> str:

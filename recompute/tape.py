@@ -13,16 +13,23 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from recompute.handover import Cell, await_gradient, hand_over
+
+NO_CELLS: Mapping[int, Cell] = {}
+
 
 class Tape:
     """The graph of one call of `forward`."""
 
-    __slots__ = ("_edges", "leaves")
+    __slots__ = ("_cells", "_edges", "leaves")
 
-    def __init__(self, leaves: Sequence[Any], edges: Sequence[GradientEdge | None]) -> None:
+    def __init__(
+        self, leaves: Sequence[Any], edges: Sequence[GradientEdge | None], cells: Mapping[int, Cell] = NO_CELLS
+    ) -> None:
         self.leaves = leaves
         """The inputs as the graph sees them: detached, gradient-tracking where asked."""
         self._edges = edges
+        self._cells = cells
 
     @classmethod
     def record(
@@ -43,7 +50,8 @@ class Tape:
             differentiable: Which outputs carry one; its length is the number of outputs.
             keywords: Passed on to `forward`.
             sheds: Places of inputs that the tape does not hold: their memory goes with whoever else holds them, unless
-                the graph does. No weights: one whose gradient is put off is found by its leaf.
+                the graph does. No weights: one whose gradient is put off is found by its leaf. Such a tape takes over
+                the gradients of its outputs too, see take_over().
 
         Returns:
             The tape, and the outputs detached from it (same storage).
@@ -60,14 +68,25 @@ class Tape:
         outputs = result if len(differentiable) != 1 else (result,)
         edges: list[GradientEdge | None] = []
         values: list[Any] = []
+        cells: dict[int, Cell] = {}
         for output, carries in zip(outputs, differentiable, strict=True):
+            if carries and sheds and output.requires_grad:
+                with torch.enable_grad():
+                    output, cells[len(edges)] = await_gradient(output)
             if carries:
                 edges.append(get_gradient_edge(output) if output.requires_grad else None)
                 values.append(output.detach())
             else:
                 edges.append(None)
                 values.append(output)
-        return cls(leaves, edges), tuple(values)
+        return cls(leaves, edges, cells), tuple(values)
+
+    def take_over(self, gradients: list[Tensor | None]) -> None:
+        """Take the gradients for backward() out of a list, which gets placeholders, if their memory is to go early."""
+        for place, cell in self._cells.items():
+            gradient = gradients[place]
+            if gradient is not None:
+                gradients[place] = hand_over(gradient, cell)
 
     def backward(self, gradients: Sequence[Tensor | None]) -> None:
         """Run backward; parameters accumulate into `.grad`, the inputs' gradients are then `leaf.grad`.

@@ -127,6 +127,11 @@ def is_left_out(weight: Tensor) -> bool:
     return _left_out > 0 and torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
 
 
+def puts_off(weight: Tensor) -> bool:
+    """Whether weight_gradient() would put this weight's gradient off, in the backward that runs."""
+    return bool(_collectors) and weight.is_leaf and weight.requires_grad
+
+
 def late_weight_gradient(
     weight: Tensor, compute: Callable[..., Tensor], *tensors: Tensor, add: Add | None = None
 ) -> None:
@@ -141,8 +146,9 @@ def late_weight_gradient(
 
 
 def _put_off(weight: Tensor, compute: Callable[..., Tensor], tensors: tuple[Tensor, ...], add: Add | None) -> None:
-    # without their graph: a saved input's would keep the stage's own inputs alive until the W slot
-    detached = tuple(tensor.detach() for tensor in tensors)
+    # without their graph: a saved input's would keep the stage's own inputs alive until the W slot; a quantised tensor
+    # comes as its parts, of which some are None
+    detached = tuple(tensor.detach() if torch.is_tensor(tensor) else tensor for tensor in tensors)
     _collectors[-1].pending.append(PendingGradient(weight, compute, detached, add))
 
 
@@ -172,7 +178,7 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
-    if _collectors and weight.is_leaf:
+    if puts_off(weight):
         _put_off(weight, compute, tensors, add)
         return None
     if add is not None and weight.grad is not None and _adds_in_place(weight):

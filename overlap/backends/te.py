@@ -28,8 +28,9 @@ from recompute.errors import ConfigError
 class TEBackend:
     """Transformer Engine, for one model; see overlap.model.backend.
 
-    It takes what is gained by: norms, attention, and products in 8 bits by its kernels. In bfloat16 its products are
-    the same library's as torch's, at several times the host time, so those stay the model's own.
+    It takes what is gained by: attention everywhere, and norms and products of layers in 8 bits, by its kernels. In
+    bfloat16 both stay the model's own: its products are the same library's as torch's, and its norm needs a Function in
+    Python where torch's is one operator.
     The router and the loss stay torch's: they compute in float32, and without logits.
 
     Args:
@@ -127,7 +128,7 @@ class TEBackend:
         if type(module) is Linear and products:
             self._check_widths(recipe, where, *module.weight.shape)
             return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
-        if type(module) is RMSNorm:
+        if type(module) is RMSNorm and products:
             return TENorm(module.weight, module.eps)
         if type(module) is CoreAttention:
             return TECoreAttention(config, self.modules)

@@ -41,6 +41,8 @@ class Casts:
     """Inputs and gradients get columns only beside rows: scales per tensor."""
     accurate_forward: bool
     """Whether forward's products add up in steps, as backward's always do."""
+    blocks: bool
+    """Whether scales are of blocks: a weight's of 128 x 128, others' of 128 columns of a row, or rows of a column."""
 
 
 def make_casts(recipe: Any, states: nn.ModuleList, products: int, device: torch.device) -> Casts:
@@ -73,6 +75,7 @@ def make_casts(recipe: Any, states: nn.ModuleList, products: int, device: torch.
         gradients=gradients,
         from_rows=recipe.delayed() or recipe.float8_current_scaling(),
         accurate_forward=recipe.float8_block_scaling(),
+        blocks=recipe.float8_block_scaling(),
     )
 
 
@@ -102,15 +105,6 @@ def cast_split(
     if from_rows and not rows:
         keep_columns(results)
     return results
-
-
-def cast_weights(weights: Tensor, quantizers: Sequence[Any], *, columns: bool) -> list[Any]:
-    """Quantise matrices [E, O, I], in rows or in columns; columns are made beside rows."""
-    experts, outer, inner = weights.shape
-    return cast_split(
-        weights.detach().reshape(-1, inner), [outer] * experts, quantizers, rows=not columns, columns=columns,
-        from_rows=True, together=False,
-    )  # fmt: skip
 
 
 def keep_columns(tensors: Sequence[Any]) -> None:

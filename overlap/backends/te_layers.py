@@ -131,9 +131,11 @@ class TEExperts(TELayer, Sliced):
         """Apply each row's expert; arguments and result as GroupedExperts'."""
         first, second = self._products
         splits = host_counts(routing.counts)
-        inner = first(self.gate_up, rows, splits)
-        weighted = rebuild(RecomputeModule.MOE_ACT, partial(activate, rows.dtype), inner, probs)
-        result: Tensor = second(self.down, weighted, splits)
+        result: Tensor
+        if torch.is_grad_enabled():
+            result = second.activated(self.down, first(self.gate_up, rows, splits), probs, splits)
+        else:  # the same numbers; SwiGLU's input, the largest tensor, goes before the second product
+            result = second(self.down, activate(rows.dtype, first(self.gate_up, rows, splits), probs), splits)
         return result
 
 

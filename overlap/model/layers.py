@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, nn
 
 from overlap.builder import ProgramBuilder, Value
-from overlap.dispatch import Arrival, Routing, Transport
+from overlap.dispatch import Arrival, LocalTransport, Routing, Transport
 from overlap.model.attention import ATTENTIONS
 from overlap.model.config import Attention, ModelConfig
 from overlap.model.dropout import dropout
@@ -237,10 +237,11 @@ class MoELayer(nn.Module):
         values = self._build_attn(b, weights, entry, reads)
         shared = self._build_shared(b, weights, values)
         transport, routing = self.transport, values["routing"]
+        aliases = type(transport) is LocalTransport
         tokens, probs, arrival = b.comm(
             "dispatch", transport.dispatch, values["tokens"], values["probs"], routing,
             outputs=("dispatched", "dispatched_probs"), nondiff=("arrival",), pins=("arrival",),
-            adjoint=transport.dispatch_adjoint,
+            adjoint=transport.dispatch_adjoint, aliases=aliases,
         )  # fmt: skip
         experts = weights.bind(self.apply_experts, (tokens, probs, arrival), (self.experts,))
         (rows,) = b.compute(
@@ -251,7 +252,7 @@ class MoELayer(nn.Module):
         )  # fmt: skip
         (combined,) = b.comm(
             "combine", transport.combine, rows, routing, arrival, outputs=("combined",),
-            adjoint=transport.combine_adjoint,
+            adjoint=transport.combine_adjoint, aliases=aliases,
         )  # fmt: skip
         residual = self.attn.ffn_residual
         carried = (values[name] for name in residual.carried)

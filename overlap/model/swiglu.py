@@ -55,23 +55,35 @@ class _SwiGLU(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         gate_up, probs = ctx.saved_tensors
-        rows, grad_rows = gate_up.flatten(0, -2), grad.flatten(0, -2)
-        if _one_kernel(gate_up):
-            rows, grad_rows, probs = rows.contiguous(), grad_rows.contiguous(), _contiguous(probs)
-        grad_gate_up = torch.empty_like(rows)
-        grad_probs = None if probs is None else torch.empty_like(probs)
-        if _one_kernel(gate_up):
-            kernels("triton_swiglu").swiglu_backward(rows, probs, grad_rows, grad_gate_up, grad_probs)
-            return grad_gate_up.view_as(gate_up), grad_probs
-        for start in range(0, rows.shape[0], _ROWS):
-            block = slice(start, start + _ROWS)
-            gate, up = rows[block].chunk(2, -1)
-            inner = grad_rows[block]
-            if probs is not None and grad_probs is not None:
-                grad_probs[block] = (inner * _product(rows[block])).sum(-1, dtype=probs.dtype)
-                inner = _weighted(inner, probs[block])
-            grad_gate_up[block] = torch.cat((torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)), -1)
+        grad_gate_up, grad_probs = swiglu_gradients(gate_up.flatten(0, -2), probs, grad.flatten(0, -2))
         return grad_gate_up.view_as(gate_up), grad_probs
+
+
+def swiglu_gradients(rows: Tensor, probs: Tensor | None, grad_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Gradients of swiglu's arguments, row by row: those of some rows do not depend on the others.
+
+    Args:
+        rows: [N, 2*W].
+        probs: [N], or None.
+        grad_rows: [N, W], the result's.
+    """
+    alone = _one_kernel(rows)
+    if alone:
+        rows, grad_rows, probs = rows.contiguous(), grad_rows.contiguous(), _contiguous(probs)
+    grad_gate_up = torch.empty_like(rows)
+    grad_probs = None if probs is None else torch.empty_like(probs)
+    if alone:
+        kernels("triton_swiglu").swiglu_backward(rows, probs, grad_rows, grad_gate_up, grad_probs)
+        return grad_gate_up, grad_probs
+    for start in range(0, rows.shape[0], _ROWS):
+        block = slice(start, start + _ROWS)
+        gate, up = rows[block].chunk(2, -1)
+        inner = grad_rows[block]
+        if probs is not None and grad_probs is not None:
+            grad_probs[block] = (inner * _product(rows[block])).sum(-1, dtype=probs.dtype)
+            inner = _weighted(inner, probs[block])
+        grad_gate_up[block] = torch.cat((torch.ops.aten.silu_backward(inner * up, gate), inner * F.silu(gate)), -1)
+    return grad_gate_up, grad_probs
 
 
 def _one_kernel(gate_up: Tensor) -> bool:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-OURS = ("te_scaling", "te_casts", "te_linear", "te_grouped")
+OURS = ("te_scaling", "te_casts", "te_linear", "te_pieces", "te_together", "te_backward", "te_grouped")
 
 
 def stand_in(**members: Any) -> ModuleType:
@@ -27,40 +27,77 @@ def stand_in(**members: Any) -> ModuleType:
 class Quantizer:
     """Says what a cast makes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, square: bool) -> None:
         self.internal = False
         self.rows = self.columns = True
+        self.square = square
 
     def set_usage(self, *, rowwise: bool, columnwise: bool) -> None:
         self.rows, self.columns = rowwise, columnwise
 
 
+def squares(data: Tensor) -> Tensor:
+    """The largest number of each 128 x 128 block, padded as scales are: says whose block it is."""
+    blocks = [[part.amax() for part in band.split(128, 1)] for band in data.split(128)]
+    return pad_scales(torch.stack([torch.stack(band) for band in blocks]))
+
+
+def strips(data: Tensor) -> Tensor:
+    """The largest number of each 128 columns of a row, by column block."""
+    if not data.numel():
+        return data.new_zeros(-(-data.shape[1] // 128), 0)
+    return pad_scales(torch.stack([part.amax(1) for part in data.split(128, 1)]))
+
+
+def pad_scales(scales: Tensor) -> Tensor:
+    """Rows of a multiple of 4."""
+    return torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4))
+
+
 class Quantised:
-    """Rows and columns of a tensor, each there or not."""
+    """Rows and columns of a tensor, each there or not; columns are stored transposed."""
 
     alive: ClassVar[WeakSet[Quantised]] = WeakSet()
 
-    def __init__(self, x: Tensor, quantizer: Quantizer) -> None:
-        assert quantizer.internal
-        x = x.detach()
-        self.rows: Tensor | None = (x * 4).round() / 4 if quantizer.rows else None
-        self.columns: Tensor | None = (x * 8).round() / 8 if quantizer.columns else None
+    def __init__(
+        self, rowwise_data: Tensor | None, rowwise_scale_inv: Tensor | None, columnwise_data: Tensor | None,
+        columnwise_scale_inv: Tensor | None, fp8_dtype: str, quantizer: Quantizer | None, is_2D_scaled: bool,
+    ) -> None:  # fmt: skip
+        self.rows, self.row_scales = rowwise_data, rowwise_scale_inv
+        self.columns, self.column_scales = columnwise_data, columnwise_scale_inv
+        self.facts = {"fp8_dtype": fp8_dtype, "quantizer": quantizer, "is_2D_scaled": is_2D_scaled}
         self.alive.add(self)
+
+    def get_metadata(self) -> dict[str, Any]:
+        return {
+            "rowwise_data": self.rows, "rowwise_scale_inv": self.row_scales, "columnwise_data": self.columns,
+            "columnwise_scale_inv": self.column_scales, **self.facts,
+        }  # fmt: skip
+
+    def read(self, way: str) -> Tensor:
+        """Rows or columns, whose scales must be theirs, and in one piece."""
+        data, scales = (self.rows, self.row_scales) if way == "rows" else (self.columns, self.column_scales)
+        assert data is not None
+        assert scales is not None
+        assert data.is_contiguous()
+        assert scales.is_contiguous()
+        assert torch.equal(scales, (squares if self.facts["is_2D_scaled"] else strips)(data))
+        return data
 
     def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
         assert columnwise_usage
         assert not rowwise_usage
         assert self.columns is not None
-        self.rows = None
+        self.rows = self.row_scales = None
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Quantised]:
-        tensors = [self.rows, self.columns]
-        self.rows = self.columns = None
+        tensors = [self.rows, self.columns, self.row_scales, self.column_scales]
+        self.rows = self.columns = self.row_scales = self.column_scales = None
         return tensors, self
 
     def restore_from_saved(self, tensors: list[Tensor | None]) -> list[Tensor | None]:
-        self.rows, self.columns = tensors[:2]
-        return tensors[2:]
+        self.rows, self.columns, self.row_scales, self.column_scales = tensors[:4]
+        return tensors[4:]
 
 
 def prepare_for_saving(*objects: Quantised) -> tuple[list[Tensor | None], list[Quantised]]:
@@ -76,11 +113,9 @@ def restore_from_saved(shells: Sequence[Quantised], tensors: list[Tensor | None]
 
 def product(first: Quantised, second: Quantised, layout: str) -> Tensor:
     """Reads what Transformer Engine's product of this layout reads; what is not there fails."""
-    a = first.rows if layout[0] == "T" else first.columns
-    b = second.columns if layout[1] == "T" else second.rows
-    assert a is not None
-    assert b is not None
-    return {"TN": lambda: b @ a.t(), "NN": lambda: b @ a, "NT": lambda: b.t() @ a}[layout]()
+    a = first.read("rows" if layout[0] == "T" else "columns")
+    b = second.read("columns" if layout[1] == "T" else "rows")
+    return b @ a.t()
 
 
 class Torch:
@@ -91,8 +126,18 @@ class Torch:
 
     def quantize(self, x: Tensor, quantizer: Quantizer) -> Quantised:
         assert x.is_contiguous()
+        assert quantizer.internal
         self.casts += 1
-        result = Quantised(x, quantizer)
+        x = x.detach()
+        rows = (x * 4).round() / 4 if quantizer.rows else None
+        # With a scale per square both are the same numbers.
+        steps = 4 if quantizer.square else 8
+        columns = ((x * steps).round() / steps).t().contiguous() if quantizer.columns else None
+        scales = squares if quantizer.square else strips
+        result = Quantised(
+            rows, None if rows is None else scales(rows), columns, None if columns is None else scales(columns),
+            "e4m3", quantizer, quantizer.square,
+        )  # fmt: skip
         self.most_alive = max(self.most_alive, len(Quantised.alive))
         return result
 
@@ -101,6 +146,11 @@ class Torch:
     ) -> list[Quantised]:
         assert x.shape[0] == sum(splits)
         return [self.quantize(*pair) for pair in zip(x.split(splits), quantizers, strict=True)]
+
+    def fp8_transpose(self, x: Tensor, dtype: str, *, out: None) -> Tensor:
+        assert x.is_contiguous()
+        assert dtype == "e4m3"
+        return x.t().contiguous()
 
     def get_num_cublas_streams(self) -> int:
         return 4
@@ -136,8 +186,12 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Torch, Any]:
     """Put the stand-in in place; returns transformer_engine_torch and a loader of our modules by short name."""
     engine = Torch()
     state = SimpleNamespace(
-        create=lambda _, num_quantizers, **__: SimpleNamespace(
-            make_quantizers=lambda: [Quantizer() for _ in range(num_quantizers)]
+        create=lambda recipe, mode, num_quantizers, **__: SimpleNamespace(
+            make_quantizers=lambda: [
+                # Input, weight, output.
+                Quantizer(square=recipe.float8_block_scaling() and mode == "forward" and place % 3 == 1)
+                for place in range(num_quantizers)
+            ]
         )
     )
     pytorch = stand_in(prepare_for_saving=prepare_for_saving, restore_from_saved=restore_from_saved)

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
 
-from overlap import train_step
+from overlap import ProgramError, train_step
 from overlap.backends import load_backend
+from overlap.cuda_graph import WARM_UP, GraphedStep
 from overlap.model import Decoder, ModelConfig
+from overlap.model.fp8 import Fp8Config
+from overlap.verify import verify
 from tests.gpu.test_te import ATTENTIONS, DEVICE, SHAPE, batches, make_chunk
 
 # Transformer Engine's own imports warn.
@@ -58,6 +62,64 @@ def test_products_by_kernels_are_the_modules(precision):
         assert ours is not None
         assert theirs is not None
         assert float((ours - theirs).float().norm()) <= 0.2 * float(theirs.float().norm())
+
+
+def test_casts_of_several_experts_are_those_of_each():
+    """Rows and columns, numbers and scales; what pads scales is nobody's."""
+    te_casts, together = (import_module(f"overlap.backends.{name}") for name in ("te_casts", "te_together"))
+    recipe = import_module("overlap.backends.te_scaling").make_recipe(Fp8Config(recipe="block"))
+    casts = te_casts.make_casts(recipe, torch.nn.ModuleList(), 4, DEVICE)
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    weights, x = (
+        torch.randn(shape, device=DEVICE, generator=generator).to(torch.bfloat16)
+        for shape in ((4, 256, 640), (112, 640))
+    )
+    assert casts.blocks
+    for columns, name, shape in ((False, "rowwise", (2, 5)), (True, "columnwise", (5, 2))):
+        found = together.cast_weights(weights, casts, slice(1, 4), (0, 2), columns=columns)
+        for one, place in zip(found, (1, 3), strict=True):
+            want = te_casts.cast(weights[place], casts.weights[place], rows=True, columns=True, from_rows=False)
+            compare(one.get_metadata(), want.get_metadata(), name, shape)
+    splits = (16, 64, 32)
+    found = together.cast_rows(x, splits, casts.inputs[:3], casts)
+    for one, part in zip(found, x.split(splits), strict=True):
+        want = te_casts.cast(part.contiguous(), casts.inputs[0], rows=True, columns=False, from_rows=False)
+        compare(one.get_metadata(), want.get_metadata(), "rowwise", (5, len(part)))
+
+
+def compare(found: dict[str, Any], want: dict[str, Any], name: str, scales: tuple[int, int]) -> None:
+    assert torch.equal(found[f"{name}_data"], want[f"{name}_data"])
+    ours, theirs = (made[f"{name}_scale_inv"] for made in (found, want))
+    assert ours.shape == theirs.shape
+    assert torch.equal(ours[: scales[0], : scales[1]], theirs[: scales[0], : scales[1]])
+    others = {"fp8_dtype", "is_2D_scaled"}
+    assert {key: found[key] for key in others} == {key: want[key] for key in others}
+
+
+@pytest.mark.parametrize("case", ["uniform1", "hidden1", "delayed-wgrad", "attention-dropout"])
+def test_a_step_in_bfloat16_as_a_graph(case):
+    chunk = make_chunk("bf16", case)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    assert verdict.equal, verdict
+    assert verdict.max_live_segments <= (2 if "hidden" in case else 1)
+
+
+@pytest.mark.parametrize("precision", ["block", "current", "delayed"])
+def test_a_dense_step_in_8_bits_as_a_graph(precision):
+    """Without experts the host need not know rows; scales move by the graph's own kernels."""
+    chunk = make_chunk(precision, "uniform1", dense_layers=3)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    assert verdict.equal, verdict
+
+
+def test_experts_in_8_bits_are_refused_as_a_graph():
+    chunk = make_chunk("block", "uniform1")
+    (data,) = batches(chunk.module.config, steps=1)
+    step = GraphedStep(chunk)
+    for _ in range(WARM_UP):
+        step(data)
+    with pytest.raises(ProgramError, match="needs the host"):
+        step(data)
 
 
 def test_a_step_in_bfloat16_does_not_wait_for_the_device():

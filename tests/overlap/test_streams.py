@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from overlap import ModelChunk
 from overlap.contiguous import contiguous_step
+from overlap.dispatch import LocalTransport
 from overlap.engine import MicrobatchState
 from overlap.ir import Lane, Op
 from overlap.lower import Issue
@@ -124,6 +125,31 @@ def test_what_another_lane_uses_is_held_until_its_owner_has_waited(current: list
     assert not alive["experts"], "let go at the owner's wait"
 
 
+class Elsewhere(LocalTransport):
+    """Nothing moves, but its stages count as those of a wire, which allocates what it delivers."""
+
+
+@pytest.mark.parametrize(("transport", "held"), [(LocalTransport(), False), (Elsewhere(), True)])
+def test_what_a_stage_passes_on_is_no_memory_of_its_lane(
+    current: list[FakeStream], transport: LocalTransport, held: bool
+) -> None:
+    """Rows that stay where they are go when the experts have read them, if the graph keeps nothing of them."""
+    lanes = StreamLanes(torch.device("cpu"))
+    found: list[bool] = []
+
+    class Look(Watch):
+        def after(self, issue: Issue, owner: MicrobatchState) -> None:
+            if str(issue.slot).endswith("1.experts") and issue.slot.op is Op.REPLAY:
+                rows = owner.values["1.dispatched", 1].untyped_storage()._cdata
+                queue = lanes._held.get((Lane.COMM, Lane.COMPUTE), ())
+                kept = [leaf for _, value in queue for leaf in pytree.tree_leaves(value) if torch.is_tensor(leaf)]
+                found.append(rows in {leaf.untyped_storage()._cdata for leaf in kept})
+
+    model = Decoder(ModelConfig(layers=3, hidden=16, vocab=32), transport=transport)
+    train_step(ModelChunk(model, recompute=RecomputeConfig.uniform(1), lanes=lanes), feeds(), observers=(Look(lanes),))
+    assert found == [held] * 3
+
+
 @pytest.mark.parametrize("delay", [False, True])
 def test_what_a_graph_keeps_of_another_lane_is_held_after_backward(current: list[FakeStream], delay: bool) -> None:
     """Backward reads what the graph saved of the transfer's result, long after the value itself was freed."""
@@ -147,7 +173,7 @@ def test_what_a_graph_keeps_of_another_lane_is_held_after_backward(current: list
                 after.append(reference is not None and reference._cdata in storages)
 
     chunk = ModelChunk(
-        Decoder(ModelConfig(layers=3, hidden=16, vocab=32)),
+        Decoder(ModelConfig(layers=3, hidden=16, vocab=32), transport=Elsewhere()),
         # Eager: the read in the forward is long over, so only the graph's own use can hold the storage.
         recompute=RecomputeConfig.none(),
         lanes=lanes,
