@@ -20,6 +20,7 @@ from overlap.backends.te_products import GroupedProduct, Product
 from overlap.backends.te_scaling import make_state
 from overlap.dispatch import Arrival, Routing
 from overlap.model.experts import GroupedExperts, activate
+from overlap.model.graph_only import GraphOnly
 from overlap.model.init import Sliced
 from overlap.model.row_padding import make_padding
 from recompute.inner import rebuild
@@ -29,7 +30,7 @@ _PRODUCTS = ("_product", "_products")
 """Attributes that are made, not copied."""
 
 
-class TELayer(nn.Module):
+class TELayer(GraphOnly):
     """Makes its products from its parameters, and again for a copy, another device, or state put in place."""
 
     def __init__(self, *args: Any) -> None:
@@ -127,13 +128,16 @@ class TEExperts(TELayer, Sliced):
             for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
         )
 
-    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+    def forward(
+        self, rows: Tensor, probs: Tensor, routing: Routing | Arrival, *, graph_only: bool = False
+    ) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
         first, second = self._products
         splits = host_counts(routing.counts)
         result: Tensor
         if torch.is_grad_enabled():
-            result = second.activated(self.down, first(self.gate_up, rows, splits), probs, splits)
+            inner = first(self.gate_up, rows, splits)
+            result = second.activated(self.down, inner, probs, splits, graph_only=self.leaves_out(graph_only))
         else:  # the same numbers; SwiGLU's input, the largest tensor, goes before the second product
             result = second(self.down, activate(rows.dtype, first(self.gate_up, rows, splits), probs), splits)
         return result
@@ -154,7 +158,9 @@ class TEModuleExperts(TEExperts):
             for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
         )
 
-    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival) -> Tensor:
+    def forward(  # type: ignore[override]  # it leaves nothing out
+        self, rows: Tensor, probs: Tensor, routing: Routing | Arrival
+    ) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
         first, second = self._products
         padding = make_padding(routing.counts, host_counts(routing.counts), rows.shape[0], self.multiple)
