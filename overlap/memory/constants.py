@@ -31,8 +31,8 @@ class SeenGenerator(torch.Generator):
         return self
 
 
-def constants_of(tape: Tape) -> Iterator[Tensor]:
-    """The constants that a tape recorded on fake tensors holds."""
+def constants_of(tape: Tape) -> Iterator[tuple[int, Tensor]]:
+    """The constants that a tape recorded on fake tensors holds, each with the sequence number of its node."""
     seen: set[Any] = set()
     todo = [edge.node for edge in tape.edges if edge is not None]
     while todo:
@@ -45,5 +45,5 @@ def constants_of(tape: Tape) -> Iterator[Tensor]:
             # Hooks stand in for tensors only, never for numbers.
             value = None if saved is None or saved.unpack_hook is not None else saved.data
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
-                yield value
+                yield node._sequence_nr(), value
         todo += [following for following, _ in node.next_functions if following is not None]

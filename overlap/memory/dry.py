@@ -125,8 +125,9 @@ class DrySlots:
         self._run(issue, owner)
         if self._constants:
             for tape in owner.tapes.values():
-                for constant in constants_of(tape):
+                for node, constant in constants_of(tape):
                     self._tracker.note(constant)
+                    self._log.made_by(node)
         trace, work = self._log.trace(names.known), self._log.work()
         writes = tuple(() if key is None else names.of(owner.values[key]) for key in issue.writes)
         if not issue.graph_only:

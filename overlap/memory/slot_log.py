@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from overlap.memory.facts import NO_WORK, Work
 from overlap.memory.inside import ON_CPU, Inside
 from overlap.memory.refs import OUTSIDE_REF, Ref
 from overlap.memory.trace import Trace, make_trace
-from overlap.memory.tracker import tensors_of
+from overlap.memory.tracker import OUTSIDE, tensors_of
 
 _WITHIN = -2
 """Id of what an operator allocates and frees within itself."""
@@ -32,22 +33,37 @@ class SlotLog:
         self._device = device
         self._inside = inside
         self._events: list[tuple[int, int]] = []
+        self._ends: list[tuple[int, int]] = []
+        """Of each operator: how many nodes graphs had when it ran, and how many events there were after it."""
+        self._first = OUTSIDE
+        """Storage of the first gradient of a sum, until the next operator runs."""
+        self._sum = 0
+        """The event at which that sum was born."""
         self._work = NO_WORK
 
     def start(self) -> None:
         """A slot begins."""
         self._events = []
+        self._ends = []
+        self._first = OUTSIDE
         self._work = NO_WORK
 
     def changed(self, key: int, nbytes: int) -> None:
         """A storage was born or grew by so many bytes, or died (negative)."""
-        self._events.append((key, nbytes))
+        if nbytes < 0 and key == self._first:
+            # Nobody else held it: on tensors with data autograd adds into it.
+            self._events.insert(self._sum, (key, nbytes))
+            self._ends[-1] = (self._ends[-1][0], len(self._events))
+        else:
+            self._events.append((key, nbytes))
 
     def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
         """An operator ran; a view does no work."""
-        if func in self._inside:
-            nbytes = self._inside[func](*args, **keywords)
+        nbytes = self._inside[func](*args, **keywords) if func in self._inside else 0
+        if nbytes:
             self._events += [(_WITHIN, nbytes), (_WITHIN, -nbytes)]
+        self._first = OUTSIDE
+        self._ends.append((torch._C._autograd._get_sequence_nr(), len(self._events)))
         if self._device is None or not (allocates or func._schema.is_mutable):
             return
         formula: Flops | None = flop_registry.get(func.overloadpacket)
@@ -61,6 +77,20 @@ class SlotLog:
             milliseconds=self._work.milliseconds
             + self._device.milliseconds(flops, traffic, _dtype((result, args[1:]))),
         )
+
+    def summed(self, key: int) -> None:
+        """The operator that ran last was autograd's sum of two gradients; the first lies in this storage."""
+        if any(born == key and nbytes > 0 for born, nbytes in self._events):
+            self._first, self._sum = key, len(self._events) - 1
+
+    def made_by(self, node: int) -> None:
+        """The last event was the birth of a constant: it belongs behind the operator whose node has this number."""
+        event = self._events.pop()
+        operator = bisect_right(self._ends, node, key=lambda end: end[0])
+        place = self._ends[operator][1]
+        self._events.insert(place, event)
+        later = ((nodes, events + 1) for nodes, events in self._ends[operator:])
+        self._ends[operator:] = later
 
     def work(self) -> Work:
         """Of the slot so far."""

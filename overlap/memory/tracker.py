@@ -6,6 +6,7 @@ frees within itself is invisible.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -18,12 +19,17 @@ from torch.utils._pytree import tree_leaves
 from overlap.ir import Op
 from overlap.lower import Piece
 from overlap.memory.bins import Storage
+from recompute.keep import span
 from recompute.wgrad import WeightGradients
 
 OUTSIDE = -1
 """Id of a storage that was not born under the tracker: feeds, parameters, buffers."""
 
 
+_ENGINE = "torch.autograd.graph"
+"""Module that calls autograd's C++ code, and so the dispatch mode when that sums gradients."""
+_WRAPPERS = ("torch._dynamo.eval_frame", "torch._compile")
+"""Modules of what torch puts around a dispatch mode."""
 Pending = tuple[WeightGradients, list[tuple[Tensor, Piece]]]
 BytesOf = Callable[[Callable[..., Any], Sequence[Any], torch.UntypedStorage], int]
 
@@ -36,6 +42,19 @@ def bytes_of(func: Callable[..., Any], args: Sequence[Any], storage: torch.Untyp
 def tensors_of(value: object) -> list[Tensor]:
     """The tensors in a value, in a fixed order: of a tensor, and of tuples, lists and dicts of such (nested)."""
     return [leaf for leaf in tree_leaves(value) if torch.is_tensor(leaf)]
+
+
+def _by_autograd() -> bool:
+    """Whether C++ code of autograd called the operator that is being dispatched, and no backward written in Python."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_globals["__name__"] in _WRAPPERS:
+        frame = frame.f_back
+    name: str = frame.f_globals["__name__"]
+    return name == _ENGINE
+
+
+def _dense(x: Tensor) -> bool:
+    return span(x.shape, x.stride()) == x.numel()
 
 
 def pending_tensors(pending: Iterable[Pending]) -> list[Tensor]:
@@ -60,6 +79,9 @@ class Log(Protocol):
     def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
         """An operator ran; `allocates`: it returned a storage that it made."""
 
+    def summed(self, key: int) -> None:
+        """The operator that ran last was autograd's sum of two gradients; the first lies in this storage."""
+
 
 class NoLog:
     """Nobody listens."""
@@ -68,6 +90,9 @@ class NoLog:
         """Nothing."""
 
     def ran(self, func: Any, args: Sequence[Any], keywords: Mapping[str, Any], result: Any, *, allocates: bool) -> None:
+        """Nothing."""
+
+    def summed(self, key: int) -> None:
         """Nothing."""
 
 
@@ -120,6 +145,8 @@ class StorageTracker(TorchDispatchMode):
                 self._note(storage, self._bytes_of(func, args, storage))
             allocates = allocates or storage._cdata not in inputs
         self._log.ran(func, args, keywords, result, allocates=allocates)
+        if func is torch.ops.aten.add.Tensor and _by_autograd() and _dense(args[0]):
+            self._log.summed(self._ids.get(args[0].untyped_storage()._cdata, OUTSIDE))
         return result
 
     def note(self, tensor: Tensor) -> None:

@@ -9,6 +9,8 @@ import torch
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds
 from overlap.memory import Bin, MemoryRecorder, StorageTracker, Usage, gaps_of, measure_step, predict, zero_gradients
+from overlap.memory.oracle import allocator_peak
+from overlap.memory.tracker import tensors_of
 from overlap.model import Decoder, ModelConfig
 from overlap.step import train_step
 from recompute import RecomputeConfig
@@ -63,3 +65,13 @@ def measure_with(engine_type: type[Engine], chunk: ModelChunk, microbatches: Seq
 def first_pass(usage: Usage) -> list[dict[Bin, int]]:
     """The borders of the N slots of layers."""
     return [dict(border.bytes) for border in usage.curve if border.slot[0] == "N"]
+
+
+def within(func: Callable[..., object], *args: object) -> int:
+    """Bytes at the highest point of an operator beside its results, by the CPU allocator."""
+    kept: list[object] = []
+    with torch.no_grad():
+        peak = allocator_peak(lambda: kept.append(func(*args)))
+    given = {tensor.untyped_storage()._cdata for tensor in tensors_of(args)}
+    made = (tensor.untyped_storage() for tensor in tensors_of(kept))
+    return peak - sum(storage.nbytes() for storage in made if storage._cdata not in given)
