@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +98,7 @@ class GraphedStep:
         check_recordable(chunk)
         self._chunk = chunk
         self._run = run
-        self._stream = torch.cuda.Stream(chunk.device)  # type: ignore[no-untyped-call]  # torch's
+        self._stream = _recording_stream(chunk.device)
         self._pool = torch.cuda.graph_pool_handle()
         self._warm: dict[Hashable, _WarmUp] = {}
         self._recordings: dict[Hashable, _Recording] = {}
@@ -228,6 +229,12 @@ def graphed(run: Step = train_step) -> Step:
         return steps[id(chunk)](microbatches)
 
     return step
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all recordings on a device: matrix libraries keep a workspace of 32 MiB for each stream they ever saw."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _copied(outputs: Sequence[Losses]) -> list[Losses]:
