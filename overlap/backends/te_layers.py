@@ -128,9 +128,7 @@ class TEExperts(TELayer, Sliced):
             for weight, state in ((self.gate_up, self.gate_up_scaling), (self.down, self.down_scaling))
         )
 
-    def forward(
-        self, rows: Tensor, probs: Tensor, routing: Routing | Arrival, *, graph_only: bool = False
-    ) -> Tensor:
+    def forward(self, rows: Tensor, probs: Tensor, routing: Routing | Arrival, *, graph_only: bool = False) -> Tensor:
         """Apply each row's expert; arguments and result as GroupedExperts'."""
         first, second = self._products
         splits = host_counts(routing.counts)
