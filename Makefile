@@ -11,7 +11,7 @@ CPU_TORCH ?= torch==2.13.0
 STAMP := $(VENV)/.installed
 
 # Two halves of the suite, run side by side on two cores: tests of commands and of several ranks, and all others.
-RANKS := $(addprefix tests/,cli dispatch distributed parallel pipelining planning training)
+RANKS := $(addprefix tests/,cases cli dispatch distributed parallel pipeline_model pipelining planning recompute training)
 PYTEST := $(PY) -m pytest -m "not gpu" -p no:cacheprovider --durations=5
 
 .DEFAULT_GOAL := help

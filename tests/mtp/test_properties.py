@@ -53,7 +53,7 @@ def recomputes(draw: Any) -> RecomputeConfig:
     return RecomputeConfig.block(layers, recompute_mtp=rule == "block with depths", replay=replay)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(
     model=models(),
     recompute=recomputes(),
