@@ -8,11 +8,16 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
-from recompute.planner import Decision
+from recompute.planner import Candidate, Decision
 
 _GIB = 2**30
 _STYLE: Any = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "figure.dpi": 130}
+_LINE = 0.035
+"""Height of a name, as a share of the picture's."""
+_ROOM = 0.35
+"""Width left for names at the right, as a share of the points'."""
 _BLUE, _GREY, _ORANGE, _RED = "#2a6fb0", "#b9c0c8", "#e8a33d", "#c0392b"
 
 
@@ -26,21 +31,36 @@ def draw_frontier(decision: Decision, path: Path) -> None:
             axes.plot(candidate.peak / _GIB, candidate.milliseconds / 1e3, "o", color=colour, markersize=5)
         line = [(c.peak / _GIB, c.milliseconds / 1e3) for c in decision.frontier]
         axes.plot(*zip(*line, strict=True), color=_ORANGE, linewidth=1.4, label="frontier")
-        for place, candidate in enumerate(decision.frontier):
+        for candidate in _labelled(decision):
+            place = (candidate.peak / _GIB, candidate.milliseconds / 1e3)
+            weight = "bold" if candidate is decision.fastest else "normal"
+            axes.plot(*place, "o", color=_ORANGE, markersize=6)
             axes.annotate(
-                str(candidate.choice), (candidate.peak / _GIB, candidate.milliseconds / 1e3),
-                (6, 6 + 9 * (place % 2)), textcoords="offset points", fontsize=7,
-            )  # fmt: skip
+                str(candidate.choice), place, (7, 3), textcoords="offset points", fontsize=7, fontweight=weight
+            )
         axes.axvline(decision.budget / _GIB, color=_RED, linewidth=1, linestyle="--", label="budget")
-        axes.margins(x=0.16)
         axes.set_xscale("log")
+        low, high = (end(c.peak for c in decision.candidates) / _GIB for end in (min, max))
+        axes.set_xlim(low / 1.08, high * (high / low) ** _ROOM)
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
         axes.xaxis.set_major_formatter("{x:g}")
-        axes.xaxis.set_minor_formatter("{x:g}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("predicted peak of the fullest rank (GiB)")
         axes.set_ylabel("predicted step (s)")
         axes.set_title("Memory against time, by recompute setting", loc="left", fontweight="bold")
         axes.legend(frameon=False)
         figure.savefig(path)
+
+
+def _labelled(decision: Decision) -> list[Candidate]:
+    """Of the frontier, the fastest that fits, its ends, and others as far as their names have room."""
+    frontier = sorted(decision.frontier, key=lambda c: c.milliseconds)
+    room = _LINE * max(c.milliseconds for c in decision.candidates) - _LINE * frontier[0].milliseconds
+    chosen = [c for c in frontier if c is decision.fastest or c is frontier[0] or c is frontier[-1]]
+    for candidate in frontier:
+        if all(abs(candidate.milliseconds - other.milliseconds) >= room for other in chosen):
+            chosen.append(candidate)
+    return chosen
 
 
 def draw_curve(groups: Sequence[int], lines: Mapping[str, Sequence[float]], title: str, path: Path) -> None:
