@@ -7,7 +7,7 @@ is faster than the host.
 NOTE [ What a recording holds ]
 1. Addresses: weights and gradients must stay where they are. A `.grad` of None gets the recorded tensor back, zeroed.
 2. Memory: activations live in the graph's own pool, which keeps its size between steps.
-3. Host decisions: shapes, the loss scale, train or eval mode, what trains. Another value is another recording.
+3. Host decisions: shapes, loss scale, lanes, train or eval mode, autocast, what trains. Others are recorded anew.
 4. Device work only: hooks and other Python code that a stage or effect calls runs while recording, and never again.
 5. Draws: each has a generator state of its own, seeded before every launch as the step's number says (R4).
 """
@@ -115,7 +115,8 @@ class GraphedStep:
             Each microbatch's losses, in order.
 
         Raises:
-            ConfigError: As train_step; a feed that is no plain tensor; a gradient or weight that moved.
+            ConfigError: As train_step; a feed that is no plain tensor; a gradient or weight that moved; a parameter's
+                hooks.
             ProgramError: A stage or effect cannot be recorded: it waits for the device.
         """
         if not torch.is_grad_enabled():
@@ -140,9 +141,11 @@ class GraphedStep:
         shapes = tuple(
             tuple((name, value.shape, value.dtype) for name, value in sorted(feeds.items())) for feeds in microbatches
         )
-        module = self._chunk.module
-        trained = tuple(parameter.requires_grad for parameter in module.parameters())
-        return shapes, trained, tuple(part.training for part in module.modules())
+        chunk = self._chunk
+        trained = tuple(parameter.requires_grad for parameter in chunk.module.parameters())
+        modes = tuple(part.training for part in chunk.module.modules())
+        autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        return shapes, trained, modes, autocast, chunk.loss_scale, chunk.lanes
 
     def _warm_up(self, warm: _WarmUp, microbatches: Sequence[Feeds]) -> list[Losses]:
         """Run the step as it is, on the stream that will record."""
@@ -163,9 +166,12 @@ class GraphedStep:
         """Give gradients back that were set to None, zeroed.
 
         Raises:
-            ConfigError: Another tensor is there, or the weights are elsewhere.
+            ConfigError: Another tensor is there, the weights are elsewhere, or there are hooks.
         """
         for name, (parameter, gradient, address) in self._gradients.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                rule = "has hooks, which a step recorded as a CUDA graph would not call: remove them"
+                raise ConfigError(field=name, value="hooks", rule=rule)
             if parameter.grad is None:
                 parameter.grad = gradient.zero_()
             elif parameter.grad is not gradient:
@@ -179,15 +185,15 @@ class GraphedStep:
         """Record a step without running it.
 
         Raises:
-            ConfigError: A parameter has hooks.
+            ConfigError: A setting that needs the host came after this object.
             ProgramError: Something in the step waits for the device.
             RecomputeError: Something draws from a seed that is not known for another step.
         """
         chunk = self._chunk
+        check_recordable(chunk)
         seeds = [seed_at for seed_at in warm.seeds if seed_at is not None]
         if len(seeds) != len(warm.seeds):
             raise RecomputeError("a draw whose seed in another step is unknown cannot be recorded in a CUDA graph")
-        _check_hooks(chunk.module)
         feeds = [{name: value.to(chunk.device, copy=True) for name, value in mb.items()} for mb in microbatches]
         graph = torch.cuda.CUDAGraph()
         generator = torch.cuda.default_generators[chunk.device.index or 0]
@@ -261,15 +267,3 @@ def check_recordable(chunk: ModelChunk) -> None:
     if not isinstance(chunk.loss_scale, PerMicrobatch):
         rule = "a step recorded as a CUDA graph holds its loss scale: a per-token scale is another one in every step"
         raise ConfigError(field="loss_scale", value=chunk.loss_scale, rule=rule)
-
-
-def _check_hooks(module: nn.Module) -> None:
-    """Refuse hooks of parameters: a recorded step calls no Python code.
-
-    Raises:
-        ConfigError: Names the parameter.
-    """
-    for name, parameter in module.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            rule = "has hooks, which a step recorded as a CUDA graph would not call: remove them"
-            raise ConfigError(field=name, value="hooks", rule=rule)
