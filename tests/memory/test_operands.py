@@ -39,6 +39,27 @@ def test_tensors_of_two_types() -> None:
     assert OPERANDS[aten.div.Tensor](x, whole) == 6 * 4
 
 
+WIDENED = [(torch.bfloat16, torch.float32), (torch.float32, torch.float64), (torch.int32, torch.int64)]
+
+
+@pytest.mark.parametrize(("narrow", "wide"), WIDENED, ids=str)
+def test_in_place(narrow, wide) -> None:
+    """A result that is wider than its place is made before it is cast into it."""
+    for func in (aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor):
+        x, y = torch.ones(3, 5, dtype=narrow), torch.ones(3, 5, dtype=wide)
+        assert within(func, x, y) == OPERANDS[func](x, y) == 2 * 15 * wide.itemsize
+        assert within(func, y, x) == OPERANDS[func](y, x) == 15 * wide.itemsize
+    x, y = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(3, 5)
+    assert within(aten.div_.Tensor, x, y) == OPERANDS[aten.div_.Tensor](x, y) == 2 * 15 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64], ids=str)
+def test_whole_numbers_are_divided_as_floats(dtype) -> None:
+    x = torch.ones(7).to(dtype)
+    for right in (x, x[0], torch.ones(7, dtype=torch.int64), True, 2, 0.5):
+        assert within(aten.div.Tensor, x, right) == OPERANDS[aten.div.Tensor](x, right), right
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.int64, *FLOATS], ids=str)
 def test_sums(dtype) -> None:
     x = torch.ones(4, 6).to(dtype)
