@@ -20,6 +20,7 @@ from overlap.backends.te_casts import FORWARD, Casts, cast_split, flat, keep_col
 from overlap.backends.te_pieces import Piece, Rows, busy_pieces, to_fill
 from overlap.backends.te_together import cast_rows, cast_weights
 from overlap.model.custom import apply
+from overlap.model.graph_only import placeholder
 from overlap.model.linear import LateWeight, autocast_like, graph_inputs, keep_weight
 from overlap.model.swiglu import swiglu, swiglu_gradients
 
@@ -129,7 +130,7 @@ class _Activated(torch.autograd.Function):
         ctx.casts, ctx.given = casts, given
         keep_weight(ctx, weight, late)
         if graph_only:
-            return inner.new_empty(1).expand(inner.shape[0], weight.shape[1])
+            return placeholder(inner, inner.shape[0], weight.shape[1])
         out = to_fill(inner, weight.shape[1], given.splits)
         for piece in busy_pieces(weight, given, _FORWARD_BYTES):
             _product_piece(_weighted(inner, probs, piece), weight, out, casts, piece, False)

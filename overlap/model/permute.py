@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from overlap.dispatch import Routing
 from overlap.model.custom import apply
 from overlap.model.fused import fused, kernels
+from overlap.model.graph_only import placeholder
 
 
 def permute(tokens: Tensor, routing: Routing) -> Tensor:
@@ -53,7 +54,7 @@ class _TakeNothing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return rows.new_empty_strided(rows.shape, (0,) * rows.dim())
+        return placeholder(rows, *rows.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from overlap.chunk import ModelChunk
 from overlap.dispatch import LocalTransport
+from overlap.ir import Lane
 from overlap.memory import fake_chunk, measure_peak, measure_step, predict_step, take_footprint
+from overlap.memory.crossing import CrossLanes
 from overlap.memory.facts import Footprint
 from overlap.memory.oracle import highest_of
+from overlap.memory.refs import Ref, Source
 from overlap.model import Decoder, ModelConfig
 from overlap.streams import StreamLanes
 from recompute.config import RecomputeConfig, Replay
@@ -105,6 +109,19 @@ def test_every_border_and_the_peak(streams, order, rule, delay, wire) -> None:
     bare, found = ([footprint(wire, constants)] * MICROBATCHES for constants in (False, True))
     assert_same(measure_step(chunk, tokens(MICROBATCHES)).usage, predict_step(chunk, bare, streams=True))
     assert highest_of(chunk, found, streams=True).bytes == measure_peak(chunk, tokens(MICROBATCHES))
+
+
+def test_what_waits_is_held_with_its_graph() -> None:
+    """A tensor keeps the graph that made it: its storage is not all that is held."""
+    seen, behind = Ref(Source.READ, 0), Ref(Source.FORWARD, 0)
+    held = SimpleNamespace(pending={"stage": (None, {seen: 7, behind: 8}, (7,))})
+    issue = SimpleNamespace(
+        lane=Lane.COMPUTE, stage=SimpleNamespace(key="stage"), pending_owners=(Lane.COMM,), waits=(),
+        foreign=(), foreign_owners=(), foreign_pieces=(), piece_owners=(), foreign_leaves=(),
+    )  # fmt: skip
+    lanes = CrossLanes()
+    lanes.begin(issue, 0, held)
+    assert [sorted(ids) for ids in lanes.ids()] == [[7, 8]]
 
 
 @pytest.mark.parametrize("wire", TRANSPORTS)
