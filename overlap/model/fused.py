@@ -33,6 +33,11 @@ def kernels(name: str) -> Any:
     return _Idle() if _without_work else _module(name)
 
 
+def contiguous(x: Tensor | None) -> Tensor | None:
+    """As kernels read it that take no strides."""
+    return None if x is None else x.contiguous()
+
+
 @contextmanager
 def kernels_without_work() -> Iterator[None]:
     """Let fake tensors take the kernels' paths, which make and keep what they would on a device, and run no kernel."""

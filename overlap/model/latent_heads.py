@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from overlap.model.custom import apply, apply_many
-from overlap.model.fused import kernels
+from overlap.model.fused import contiguous, kernels
 from overlap.model.rope import Rotary
 
 
@@ -24,7 +24,7 @@ def turned(
 
     Args:
         rotary: Tables of the rotation.
-        positions: [B, S] int64; None: 0 to S-1.
+        positions: [B, S] int64, any strides; None: 0 to S-1.
         queries: [B*S, H*(n + r)].
         expanded: [B*S, H*(n + v)].
         k_rope: [B*S, r], rows contiguous.
@@ -33,6 +33,7 @@ def turned(
     Returns:
         Queries and keys [B, H, S, n + r], values [B, H, S, v].
     """
+    positions = contiguous(positions)
     query = apply(_Queries, queries, rotary.cos, rotary.sin, positions, shape)
     plain = query.shape[-1] - k_rope.shape[-1]
     key, value = apply_many(_Keys, expanded, k_rope, rotary.cos, rotary.sin, positions, shape, plain)

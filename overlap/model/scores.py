@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from overlap.dispatch import Routing
 from overlap.model.config import ModelConfig, Score
 from overlap.model.custom import apply_many
-from overlap.model.fused import kernels
+from overlap.model.fused import contiguous, kernels
 
 
 def scored(
@@ -25,7 +25,7 @@ def scored(
     Args:
         logits: [T, E] float32.
         routing: The choice.
-        padding: [T] bool, True at padding; None: there is none.
+        padding: [T] bool, any stride, True at padding; None: there is none.
         config: Kind of score, scale of the probabilities, coefficients of the losses.
 
     Returns:
@@ -43,6 +43,7 @@ def scored(
         z=config.z_coefficient / tokens * factor,
     )
     real = None if padding is None else _for_real_tokens(padding, logits.dtype, config.per_token_loss)
+    padding = contiguous(padding)
     probs, aux, z = apply_many(_Scores, logits, routing.expert_ids, routing.counts, padding, real, rule)
     return probs, aux, z
 

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from overlap.model.custom import apply
-from overlap.model.fused import fused, kernels
+from overlap.model.fused import contiguous, fused, kernels
 
 _ROWS = 4096
 """Rows of a block: 4096 of width 1408 in float32 are 22 MiB."""
@@ -44,7 +44,7 @@ class _SwiGLU(torch.autograd.Function):
         rows = gate_up.flatten(0, -2)
         result = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
         if _one_kernel(gate_up):
-            kernels("triton_swiglu").swiglu_forward(rows.contiguous(), _contiguous(probs), result)
+            kernels("triton_swiglu").swiglu_forward(rows.contiguous(), contiguous(probs), result)
             return result.view(*gate_up.shape[:-1], result.shape[1])
         for start in range(0, rows.shape[0], _ROWS):
             block = slice(start, start + _ROWS)
@@ -69,7 +69,7 @@ def swiglu_gradients(rows: Tensor, probs: Tensor | None, grad_rows: Tensor) -> t
     """
     alone = _one_kernel(rows)
     if alone:
-        rows, grad_rows, probs = rows.contiguous(), grad_rows.contiguous(), _contiguous(probs)
+        rows, grad_rows, probs = rows.contiguous(), grad_rows.contiguous(), contiguous(probs)
     grad_gate_up = torch.empty_like(rows)
     grad_probs = None if probs is None else torch.empty_like(probs)
     if alone:
@@ -88,10 +88,6 @@ def swiglu_gradients(rows: Tensor, probs: Tensor | None, grad_rows: Tensor) -> t
 
 def _one_kernel(gate_up: Tensor) -> bool:
     return fused(gate_up) and gate_up.shape[-1] // 2 <= _WIDEST
-
-
-def _contiguous(probs: Tensor | None) -> Tensor | None:
-    return None if probs is None else probs.contiguous()
 
 
 def _product(rows: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: 
 
 
 def turn_queries(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: int) -> None:
+    read(positions)
     assert source.is_contiguous()
     assert target.is_contiguous()
     target[..., :NOPE] = source[..., :NOPE]
@@ -38,6 +39,7 @@ def turn_queries(source: Tensor, target: Tensor, cos: Tensor, sin: Tensor, posit
 def spread_keys(
     expanded: Tensor, rope: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None
 ) -> None:
+    read(positions)
     assert all(x.is_contiguous() for x in (expanded, key, value))
     key[..., :NOPE] = expanded[..., :NOPE]
     key[..., NOPE:] = rotate(rope.unsqueeze(2), cos, sin, positions, 1)
@@ -48,14 +50,28 @@ def gather_keys(
     grad_key: Tensor, grad_value: Tensor, grad_expanded: Tensor, grad_rope: Tensor, cos: Tensor, sin: Tensor,
     positions: Tensor | None,
 ) -> None:  # fmt: skip
+    read(positions)
     assert all(x.is_contiguous() for x in (grad_key, grad_value, grad_expanded, grad_rope))
     grad_expanded[..., :NOPE] = grad_key[..., :NOPE]
     grad_expanded[..., NOPE:] = grad_value
     grad_rope.copy_(rotate(grad_key[..., NOPE:].sum(2, keepdim=True), cos, sin, positions, -1).squeeze(2))
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_heads_are_those_without_the_kernels(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def read(positions: Tensor | None) -> None:
+    """Kernels take positions without strides."""
+    assert positions is None or positions.is_contiguous()
+
+
+POSITIONS = {
+    "none": None,
+    "packed": torch.randint(16, (2, 7)),
+    "the same in every row": torch.arange(7).expand(2, 7),
+    "part of a longer row": torch.arange(16).view(2, 8)[:, :-1],
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_heads_are_those_without_the_kernels(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = SimpleNamespace(turn_queries=turn_queries, spread_keys=spread_keys, gather_keys=gather_keys)
     monkeypatch.setattr("overlap.model.latent_heads.kernels", lambda name: kernel)
     rotary = Rotary(CONFIG)
@@ -65,10 +81,9 @@ def test_heads_are_those_without_the_kernels(packed: bool, monkeypatch: pytest.M
         for width in (HEADS * (NOPE + ROPE), HEADS * (NOPE + VALUE), 8 + ROPE)
     ]
     queries, expanded, latent = leaves
-    positions = torch.randint(16, (2, 7)) if packed else None
     results = []
     for make in (turned, attention._turned):
-        outputs = make(rotary, positions, queries, expanded, latent[..., 8:], (2, 7, HEADS))
+        outputs = make(rotary, POSITIONS[kind], queries, expanded, latent[..., 8:], (2, 7, HEADS))
         assert [tuple(out.shape) for out in outputs] == [(2, HEADS, 7, d) for d in (NOPE + ROPE, NOPE + ROPE, VALUE)]
         grads = [torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view_as(out) for out in outputs]
         results.append([*outputs, *torch.autograd.grad(outputs, leaves, grads)])

@@ -83,6 +83,15 @@ def test_inputs_over_a_group_are_cut() -> None:
     assert DEVICE.gather_milliseconds(2**20) < DEVICE.copy_milliseconds(2**20)
 
 
+def test_a_gather_brings_what_the_others_hold() -> None:
+    """Over a slow link nothing else counts: three quarters of each input beside a half."""
+    times = []
+    for shards in (2, 4):
+        asked = replace(piped(), job=replace(piped().job, shards=shards), device=replace(DEVICE, link_gbytes=1e-6))
+        times.append(Evaluation(asked, Choice(UNIFORM(1, keep=Keep.SHARDED), True)).outcome().milliseconds)
+    assert times[1] == pytest.approx(1.5 * times[0], rel=1e-3)
+
+
 def test_what_no_job_can_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="shards above 1"):
         Evaluation(piped(), Choice(UNIFORM(1, keep=Keep.SHARDED), False))
