@@ -50,3 +50,14 @@ def test_sums_are_those_of_what_is_alive(steps) -> None:
     left = {key: storages[key] for key in alive}
     assert ledger.bins() == sum_bins(left, [claims(list(entries.values()))])
     assert ledger.total == sum(storage.nbytes for key, storage in left.items() if key != 4)
+
+
+def test_what_is_spared_dies_later() -> None:
+    ledger = Ledger()
+    one, other = (Storage(nbytes, Op.FORWARD, "attn") for nbytes in (8, 16))
+    ledger.add(1, one)
+    ledger.add(2, other)
+    assert ledger.forget({1}) == {2: other}
+    assert ledger.total == 8
+    assert ledger.forget() == {1: one}
+    assert ledger.total == 0

@@ -7,6 +7,7 @@ from importlib import import_module
 from types import MappingProxyType
 
 import pytest
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from overlap.chunk import ModelChunk
@@ -17,6 +18,9 @@ from overlap.memory.gap import slot_text
 from overlap.memory.inside import ON_CPU, Inside
 from overlap.memory.oracle import measure_peak
 from overlap.memory.predict import Walk
+from overlap.memory.slot_log import SlotLog
+from overlap.memory.trace import Window
+from overlap.memory.tracker import NoLog, StorageTracker
 from overlap.step import step_plans, train_step
 from tests.memory.compare import decoder, tokens, uniform
 
@@ -85,6 +89,35 @@ def test_what_each_part_is_for(monkeypatch) -> None:
         with monkeypatch.context() as context:
             context.setattr(log, name, lambda self, number: None)
             assert predicted_tops(build, feeds) != right, name
+
+
+def test_constants_count_from_their_operators_however_many_there_are(monkeypatch) -> None:
+    """The second operator takes 1000 bytes within itself: of its own constant none is there yet."""
+    nodes = iter((1, 2))
+    monkeypatch.setattr(torch._C._autograd, "_get_sequence_nr", lambda: next(nodes))
+    log = SlotLog(inside={"second": lambda: 1000})
+    log.start()
+    for key, operator in ((0, "first"), (1, "second")):
+        log.changed(key, 100)
+        log.ran(operator, (), {}, None, allocates=True)
+    for node in (0, 1):
+        log.changed(2 + node, 8)
+        log.made_by(node)
+    assert log.trace({}) == (Window(rise=1208, change=216, dies=None),)
+
+
+@pytest.mark.parametrize(("function", "sums"), [(torch.sum, 0), (lambda x: (2 * x).sum(), 1)], ids=("spread", "dense"))
+def test_autograd_adds_in_place_into_dense_gradients_only(function, sums) -> None:
+    seen: list[int] = []
+
+    class Sums(NoLog):
+        def summed(self, key: int) -> None:
+            seen.append(key)
+
+    x = torch.ones(5, requires_grad=True)
+    with StorageTracker(log=Sums()):
+        (function(x) + function(x)).backward()
+    assert len(seen) == sums
 
 
 @pytest.mark.parametrize(("seq", "slot"), [(8, "B0.0.experts"), (64, "N1.0.attn")])
