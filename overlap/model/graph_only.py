@@ -39,5 +39,5 @@ def second_form(function: Callable[..., Any], last: nn.Module) -> Callable[..., 
 
 
 def placeholder(like: Tensor, *shape: int) -> Tensor:
-    """A tensor of this shape, and of `like`'s type and device, in the memory of one element."""
+    """A tensor of this shape, and of `like`'s type and device, in the memory of one element, or none if it is empty."""
     return torch.empty_strided(shape, (0,) * len(shape), dtype=like.dtype, device=like.device)
