@@ -135,10 +135,8 @@ def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Se
 def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """What a compute stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
     if stage.aliases:
-        given = {value.untyped_storage()._cdata for value in inputs if torch.is_tensor(value)}
-        for name, value in zip(stage.writes, outputs, strict=True):
-            if not program.nondiff(name) and value.untyped_storage()._cdata not in given:
-                raise ProgramError(f"stage {stage.label} declares that it passes on memory, but {name!r} is new (R14)")
+        passed = [v for name, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(name)]
+        _check_passed_on(stage, inputs, passed, "writes")
     if stage.lane is not Lane.COMPUTE:
         return
     foreign = {
@@ -152,6 +150,12 @@ def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], output
                 f"stage {stage.label} hands on the storage of {foreign[value.untyped_storage()._cdata]!r} as {name!r}, "
                 "which another lane may own: return a copy (R14)"
             )
+
+
+def _check_passed_on(stage: Stage, given: Sequence[Any], passed: Sequence[Tensor], how: str) -> None:
+    known = {value.untyped_storage()._cdata for value in given if torch.is_tensor(value)}
+    if any(value.untyped_storage()._cdata not in known for value in passed):
+        raise ProgramError(f"stage {stage.label} declares that it passes on memory, but {how} new memory (R14)")
 
 
 def _check_parameters(stage: Stage, outputs: Sequence[Any], chunk: ModelChunk) -> None:
@@ -201,6 +205,8 @@ def _check_adjoint(
     ) + tuple(values[name] for name in stage.pins)
     with torch.no_grad(), seeded(0, generators if stage.draws_rng else ()):
         results = stage.adjoint(gradients, pinned)
+    if stage.aliases:
+        _check_passed_on(stage, gradients, [g for g in results if g is not None], "gives gradients in")
     if len(results) != len(stage.reads):
         raise ProgramError(
             f"stage {stage.label}: its adjoint returns {len(results)} gradients for {len(stage.reads)} reads"

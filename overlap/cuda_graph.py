@@ -5,9 +5,11 @@ is left of it is copying the feeds in, the seeds of the draws, and one launch: l
 is faster than the host.
 
 NOTE [ What a recording holds ]
-1. Addresses: weights and gradients must stay where they are. A `.grad` of None gets the recorded tensor back, zeroed.
+1. Addresses: parameters, buffers and gradients must stay where they are. A `.grad` of None gets the recorded tensor
+   back, zeroed.
 2. Memory: activations live in the graph's own pool, which keeps its size between steps.
-3. Host decisions: shapes, loss scale, lanes, train or eval mode, autocast, what trains. Others are recorded anew.
+3. Host decisions: shapes, recompute, seed, loss scale, lanes, train or eval mode, autocast, what trains. Others are
+   recorded anew.
 4. Device work only: hooks and other Python code that a stage or effect calls runs while recording, and never again.
 5. Draws: each has a generator state of its own, seeded before every launch as the step's number says (R4).
 """
@@ -102,8 +104,10 @@ class GraphedStep:
         self._pool = torch.cuda.graph_pool_handle()
         self._warm: dict[Hashable, _WarmUp] = {}
         self._recordings: dict[Hashable, _Recording] = {}
-        self._gradients: dict[str, tuple[nn.Parameter, Tensor, int]] = {}
-        """By parameter name: the parameter, the gradient that recordings add to, and the address of its weights."""
+        self._gradients: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        """By parameter name: the parameter, and the gradient that recordings add to."""
+        self._places: dict[str, tuple[Tensor, int]] = {}
+        """By name: the parameters and buffers that recordings use, and their addresses."""
 
     def __call__(self, microbatches: Sequence[Feeds]) -> list[Losses]:
         """One step.
@@ -115,8 +119,8 @@ class GraphedStep:
             Each microbatch's losses, in order.
 
         Raises:
-            ConfigError: As train_step; a feed that is no plain tensor; a gradient or weight that moved; a parameter's
-                hooks.
+            ConfigError: As train_step; a feed that is no plain tensor; a gradient, parameter or buffer that moved; a
+                parameter's hooks.
             ProgramError: A stage or effect cannot be recorded: it waits for the device.
         """
         if not torch.is_grad_enabled():
@@ -145,30 +149,39 @@ class GraphedStep:
         trained = tuple(parameter.requires_grad for parameter in chunk.module.parameters())
         modes = tuple(part.training for part in chunk.module.modules())
         autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        return shapes, trained, modes, autocast, chunk.loss_scale, chunk.lanes
+        return shapes, trained, modes, autocast, chunk.recompute, chunk.seed, chunk.loss_scale, chunk.lanes
 
     def _warm_up(self, warm: _WarmUp, microbatches: Sequence[Feeds]) -> list[Losses]:
         """Run the step as it is, on the stream that will record."""
         draws = _CountedDraws()
         caller = torch.cuda.current_stream(self._chunk.device)
         self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream), recorded_by(draws):
-            outputs = self._run(self._chunk, microbatches)
-        caller.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream), recorded_by(draws):
+                outputs = self._run(self._chunk, microbatches)
+        finally:
+            # of a failed step too: the caller zeroes gradients that it may still be adding to
+            caller.wait_stream(self._stream)
         warm.seeds = draws.seeds
         warm.steps += 1
         for name, parameter in self._chunk.module.named_parameters():
             if parameter.grad is not None:
-                self._gradients[name] = (parameter, parameter.grad, parameter.data_ptr())
+                self._gradients[name] = (parameter, parameter.grad)
+        self._places = {name: (tensor, tensor.data_ptr()) for name, tensor in _held(self._chunk.module).items()}
         return _copied(outputs)
 
     def _check_addresses(self) -> None:
         """Give gradients back that were set to None, zeroed.
 
         Raises:
-            ConfigError: Another tensor is there, the weights are elsewhere, or there are hooks.
+            ConfigError: Another tensor is there, parameters or buffers are elsewhere, or there are hooks.
         """
-        for name, (parameter, gradient, address) in self._gradients.items():
+        held = _held(self._chunk.module)
+        for name, (tensor, address) in self._places.items():
+            if held.get(name) is not tensor or tensor.data_ptr() != address:
+                rule = "a recorded step uses parameters and buffers where they were: copy new values in"
+                raise ConfigError(field=name, value="moved", rule=rule)
+        for name, (parameter, gradient) in self._gradients.items():
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 rule = "has hooks, which a step recorded as a CUDA graph would not call: remove them"
                 raise ConfigError(field=name, value="hooks", rule=rule)
@@ -177,9 +190,6 @@ class GraphedStep:
             elif parameter.grad is not gradient:
                 rule = "a recorded step adds to the gradient it was recorded with: zero it, or set it to None"
                 raise ConfigError(field=f"{name}.grad", value="another tensor", rule=rule)
-            if parameter.data_ptr() != address:
-                rule = "a recorded step reads the weights where they were: copy new values in"
-                raise ConfigError(field=name, value="moved", rule=rule)
 
     def _record(self, warm: _WarmUp, microbatches: Sequence[Feeds]) -> _Recording:
         """Record a step without running it.
@@ -187,6 +197,7 @@ class GraphedStep:
         Raises:
             ConfigError: A setting that needs the host came after this object.
             ProgramError: Something in the step waits for the device.
+            OutOfMemoryError: The step does not fit.
             RecomputeError: Something draws from a seed that is not known for another step.
         """
         chunk = self._chunk
@@ -207,6 +218,8 @@ class GraphedStep:
                 recorded_by(_GraphDraws(states)),
             ):
                 outputs = self._run(chunk, feeds)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise ProgramError("the step cannot be recorded as a CUDA graph: something in it needs the host") from error
         finally:
@@ -235,6 +248,11 @@ def graphed(run: Step = train_step) -> Step:
         return steps[id(chunk)](microbatches)
 
     return step
+
+
+def _held(module: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name."""
+    return dict((*module.named_parameters(), *module.named_buffers()))
 
 
 @cache

@@ -54,6 +54,7 @@ def check_program(program: Program) -> None:
                     f"stages {other.label} and {stage.label} read the same parameter: "
                     "make it a value with ProgramBuilder.parameter(), so that its uses are summed in one order (R3)"
                 )
+    _check_aliases(program)
     _check_layers_contiguous(program.stages)
     _check_layer_numbers(program)
     _check_ends(program)
@@ -103,6 +104,22 @@ def _check_declarations(stage: Stage) -> None:
         raise ProgramError(f"stage {stage.label} has an adjoint and graph_only: with an adjoint it needs no graph (R8)")
     if stage.adjoint is not None and (stage.parameters or stage.wgrad):
         raise ProgramError(f"stage {stage.label} has an adjoint and parameters: an adjoint gives input gradients only")
+
+
+def _check_aliases(program: Program) -> None:
+    """What passes on memory must be given the compute lane's (R14), in backward too: a sum of two would be new."""
+    losses = {loss.value for loss in program.losses}
+    for stage in (stage for stage in program.stages if stage.aliases):
+        for value in (value for value in stage.writes if not program.nondiff(value)):
+            sources = [reader.allocates for reader in program.readers[value]]
+            if value in losses or sources not in ([], [stage.allocates]):
+                raise ProgramError(
+                    f"stage {stage.label} passes on memory: {value!r} needs a single reader, on the compute lane (R14)"
+                )
+        for value in stage.reads:
+            writer = program.producers.get(value)
+            if writer is not None and not program.nondiff(value) and writer.allocates is not stage.allocates:
+                raise ProgramError(f"stage {stage.label} passes on memory: {value!r} is not the compute lane's (R14)")
 
 
 def _check_layers_contiguous(stages: Sequence[Stage]) -> None:

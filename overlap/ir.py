@@ -172,7 +172,7 @@ class Stage:
     read is let go before backward. Never a weight. The gradients of its writes go as soon as they are used."""
     aliases: bool = False
     """What it writes that carries gradients, and what its adjoint gives, is memory that the compute lane allocated
-    and it was given (R14)."""
+    and it was given (R14). Each such write has one reader at most, on the compute lane: a sum would be its own."""
 
     @property
     def key(self) -> StageKey:
@@ -183,6 +183,11 @@ class Stage:
     def graph_only(self) -> Callable[..., Any] | None:
         """The other form of `forward`, if it has one."""
         return self.forward.graph_only if isinstance(self.forward, TwoForms) else None
+
+    @property
+    def allocates(self) -> Lane:
+        """The lane whose memory the gradients are that it gives, and what it writes that carries some."""
+        return Lane.COMPUTE if self.aliases else self.lane
 
     @property
     def label(self) -> str:

@@ -57,12 +57,7 @@ def home(key: tuple[str, int], side: Side) -> Lane:
 def allocator(key: tuple[str, int], side: Side) -> Lane:
     """The lane whose memory a copy of a written value is: not its writer's, if that passes on what it was given."""
     stage = side.program.producers[key[0]]
-    return home(key, side) if key[1] >= STORED or key[0] in stage.nondiff else allocates(stage)
-
-
-def allocates(stage: Stage) -> Lane:
-    """The lane whose memory the gradients are that a stage gives, and what it writes that carries some."""
-    return Lane.COMPUTE if stage.aliases else stage.lane
+    return home(key, side) if key[1] >= STORED or key[0] in stage.nondiff else stage.allocates
 
 
 def writer(key: tuple[str, int], side: Side) -> Op:

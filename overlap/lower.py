@@ -15,7 +15,6 @@ from overlap.ir import WEIGHTS, Lane, Op, Program, Schedule, Slot, Stage, StageK
 from overlap.keeping import (
     LOADED,
     STORED,
-    allocates,
     allocator,
     generation,
     home,
@@ -353,15 +352,15 @@ def _finished(
         if key[0] in program.producers and allocator(key, side) is not issue.lane
     ]
     pieces = [
-        (piece, allocates(program.stages[piece[1]]))
+        (piece, program.stages[piece[1]].allocates)
         for group in issue.pieces
         for piece in group
-        if allocates(program.stages[piece[1]]) is not issue.lane
+        if program.stages[piece[1]].allocates is not issue.lane
     ]
     written = [(place, value) for place, value in enumerate(issue.stage.reads) if value in program.producers]
     homes = [(place, allocator((value, generation(value, issue.stage, side)), side)) for place, value in written]
     leaves = [(place, lane) for place, lane in homes if lane is not issue.lane]
-    readers = {allocates(reader) for value in issue.stage.writes for reader in program.readers[value]}
+    readers = {reader.allocates for value in issue.stage.writes for reader in program.readers[value]}
     givers = {lane for _, lane in leaves} | readers - {issue.lane}
     keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None
     return replace(

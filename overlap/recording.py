@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from overlap.errors import RaceError
 from overlap.ir import Lane, Op, Slot
-from overlap.keeping import allocates
 from overlap.lanes import Owner
 from overlap.lower import Event, Issue, Key, Piece
 
@@ -177,7 +176,7 @@ def _home(issue: Issue, name: _Name) -> Lane:
     """The lane that allocated what an issue writes."""
     _, kind, (value, _) = name
     copies = issue.slot.op in (Op.STORE, Op.LOAD) or (kind == "value" and value in issue.stage.nondiff)
-    return issue.lane if copies else allocates(issue.stage)
+    return issue.lane if copies else issue.stage.allocates
 
 
 def _text(name: _Name) -> str:

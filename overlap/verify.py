@@ -16,7 +16,7 @@ from torch import Tensor
 
 from overlap.check import same_bits
 from overlap.chunk import ModelChunk
-from overlap.cuda_graph import graphed
+from overlap.cuda_graph import check_recordable, graphed
 from overlap.engine import Engine, Feeds
 from overlap.ir import Lane, Op
 from overlap.lower import Issue
@@ -143,9 +143,11 @@ def verify(
         The verdict over all steps.
 
     Raises:
-        ConfigError: Ranks have different settings.
+        ConfigError: Ranks have different settings; with `graph`, a setting that needs the host in every step.
         ProgramError: A stage does not do what it declares, as changing a buffer behind the program's back.
     """
+    if graph:
+        check_recordable(chunk)
     for microbatches in batches[:1]:
         agree_on_step(chunk, len(microbatches))
     peak = 0

@@ -127,4 +127,4 @@ def _given(leaves: Sequence[Any], sheds: Sequence[int]) -> Sequence[Any]:
 
 def _shed(leaf: Tensor) -> None:
     """Leave of a leaf what a gradient needs: that it is there, and its shape."""
-    leaf.data = leaf.new_empty(1).expand(leaf.shape)
+    leaf.data = leaf.new_empty(()).expand(leaf.shape)

@@ -19,6 +19,7 @@ from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
 from overlap.cli.pipeline_verify import verify_in_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.controls import CONTROLS, make_control
+from overlap.cuda_graph import check_recordable
 from overlap.engine import Engine
 from overlap.parallel.agree import gather
 from overlap.parallel.world import World
@@ -65,6 +66,8 @@ def _verify(args: argparse.Namespace, options: Options) -> int:
 
 def _run(options: Options, args: argparse.Namespace, world: World) -> int:
     chunk = build_chunk(options, world)
+    if args.cuda_graph:
+        check_recordable(chunk)  # before anything runs
     engine_type: Any = Engine
     broken = None
     if args.control is not None:

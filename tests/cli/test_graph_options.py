@@ -1,6 +1,7 @@
 """--cuda-graph is refused where nothing can be recorded, and asks for enough steps."""
 
 import argparse
+from importlib import import_module
 
 import pytest
 
@@ -8,7 +9,7 @@ from overlap.cli.graph_options import check_graph, verify_steps
 from overlap.cli.options import add_shared_options, read_options
 from overlap.cli.pipeline_options import DEFAULTS
 from recompute.errors import ConfigError
-from tests.cli.run import refused
+from tests.cli.run import TINY, refused
 
 
 @pytest.mark.parametrize("command", ["verify", "train"])
@@ -35,3 +36,11 @@ def test_steps(graph, given, steps):
 def test_too_few_steps(graph, given, least):
     with pytest.raises(ConfigError, match=rf"steps={given}: must be at least {least}"):
         verify_steps(argparse.Namespace(cuda_graph=graph, steps=given))
+
+
+def test_settings_that_need_the_host_are_refused_before_any_arm_runs(capsys, monkeypatch):
+    """As for several ranks, inputs on the host or a per-token loss; here it is the device."""
+    module = import_module("overlap.cli.verify")
+    monkeypatch.setattr(module, "check_graph", lambda args, options: None)
+    monkeypatch.setattr(module, "reproduce", lambda *args, **how: pytest.fail("ran"))
+    assert "a CUDA graph needs a CUDA device" in refused(capsys, f"verify --cuda-graph --reproduce {TINY}")

@@ -85,7 +85,7 @@ class KeptGradients(GraphedStep):
     """Control: gradients that were set to None come back as they were."""
 
     def _check_addresses(self):
-        for parameter, gradient, _ in self._gradients.values():
+        for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 
 

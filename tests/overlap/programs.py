@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from overlap.builder import ProgramBuilder, Value
 from overlap.chunk import ModelChunk
-from overlap.ir import Program, StageKey
+from overlap.ir import Lane, Program, StageKey
 from overlap.lanes import Lanes
 from overlap.lower import Event, Key, Piece, Plan
 from overlap.plan import segments_of
@@ -343,3 +343,8 @@ class Own(nn.Module):
         b = ProgramBuilder()
         self.build(self, b)
         return b.build()
+
+
+def staying(program: Program) -> Program:
+    """The same where rows stay: what communication writes is the memory that it was given."""
+    return replace(program, stages=tuple(replace(s, aliases=s.lane is Lane.COMM) for s in program.stages))

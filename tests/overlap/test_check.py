@@ -220,3 +220,26 @@ def test_another_lanes_memory_is_not_handed_on() -> None:
     train_step(ModelChunk(PassesOn(True), order="plain"), [feeds])
     with pytest.raises(ProgramError, match=r"0\.post hands on the storage of '0\.sent' as '0\.out'.*R14"):
         train_step(ModelChunk(PassesOn(False), order="plain"), [feeds])
+
+
+@pytest.mark.parametrize(
+    ("forward", "adjoint", "message"),
+    [
+        (lambda h: h, lambda grads, pinned: grads, None),
+        (lambda h: h * 1, lambda grads, pinned: grads, "writes new memory"),
+        (lambda h: h, lambda grads, pinned: (grads[0] * 1,), "gives gradients in new memory"),
+    ],
+)
+def test_what_passes_on_memory_makes_none(forward: Any, adjoint: Any, message: str | None) -> None:
+    def build(module: Any, b: ProgramBuilder) -> None:
+        (h,) = b.compute("embed", lambda x: x * module.first, b.input("x"), outputs=("h",), parameters=(module.first,))
+        (y,) = b.comm("wire", forward, h, outputs=("y",), adjoint=adjoint, aliases=True)
+        (loss,) = b.compute("head", lambda y: y.square().sum(), y, outputs=("loss",))
+        b.loss(loss)
+
+    chunk = ModelChunk(Own(build, first=nn.Parameter(torch.ones(3))))
+    if message is None:
+        check_stages(chunk, FEEDS)
+        return
+    with pytest.raises(ProgramError, match=rf"stage wire declares that it passes on memory, but {message} \(R14\)"):
+        check_stages(chunk, FEEDS)

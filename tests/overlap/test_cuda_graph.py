@@ -1,16 +1,18 @@
 """What a recorded step refuses and looks after on the host; tests/gpu/test_cuda_graph.py has the rest."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
 
-from overlap import ModelChunk, PerMicrobatch, PerToken
-from overlap.cuda_graph import GraphedStep, check_recordable
+from overlap import ModelChunk, PerMicrobatch, PerToken, ProgramError, cuda_graph, reference_step, train_step
+from overlap.contiguous import contiguous_step
+from overlap.cuda_graph import GraphedStep, _held, _WarmUp, check_recordable
 from overlap.model import Decoder, ModelConfig
 from overlap.recording import RecordingLanes
-from recompute import RecomputeConfig
+from recompute import RecomputeConfig, rng
 from recompute.config import Keep
 from recompute.errors import ConfigError
 
@@ -52,9 +54,9 @@ def recorded(chunk: ModelChunk) -> GraphedStep:
     for parameter in chunk.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     step._gradients = {
-        name: (parameter, cast(torch.Tensor, parameter.grad), parameter.data_ptr())
-        for name, parameter in chunk.module.named_parameters()
+        name: (parameter, cast(torch.Tensor, parameter.grad)) for name, parameter in chunk.module.named_parameters()
     }
+    step._places = {name: (tensor, tensor.data_ptr()) for name, tensor in _held(chunk.module).items()}
     return step
 
 
@@ -86,6 +88,31 @@ def test_another_gradient_moved_weights_and_hooks_are_refused(chunk):
     handle.remove()
     step._check_addresses()
     parameter.data = parameter.data.clone()
+    with pytest.raises(ConfigError, match=f"{name}='moved': a recorded step uses parameters and buffers where"):
+        step._check_addresses()
+
+
+def test_weights_and_buffers_in_place_of_others_are_refused(chunk):
+    step = recorded(chunk)
+    step._check_addresses()
+    buffer, old = next(chunk.module.named_buffers())
+    owner, _, last = buffer.rpartition(".")
+    setattr(chunk.module.get_submodule(owner), last, old.clone())
+    with pytest.raises(ConfigError, match=f"{buffer}='moved'"):
+        step._check_addresses()
+    step = recorded(chunk)
+    chunk.load_state_dict({name: value.clone() for name, value in chunk.state_dict().items()
+                           if torch.is_tensor(value)}, strict=False, assign=True)  # fmt: skip
+    with pytest.raises(ConfigError, match="='moved'"):
+        step._check_addresses()
+
+
+def test_frozen_weights_that_moved_are_refused(chunk):
+    name, parameter = next(chunk.module.named_parameters())
+    parameter.requires_grad_(False)
+    step = recorded(chunk)
+    del step._gradients[name]
+    parameter.data = parameter.data.clone()
     with pytest.raises(ConfigError, match=f"{name}='moved'"):
         step._check_addresses()
 
@@ -108,13 +135,93 @@ def test_what_a_recording_holds_tells_recordings_apart(chunk, monkeypatch):
     chunk.loss_scale = PerToken()
     keys.append(step._key(data))
     chunk.loss_scale = PerMicrobatch()
+    chunk.seed = 1
+    keys.append(step._key(data))
+    chunk.seed = 0
+    chunk.recompute = RecomputeConfig.uniform(1)
+    keys.append(step._key(data))
+    chunk.recompute = RecomputeConfig.none()
     assert step._key(data) == keys[0]
     chunk.lanes = RecordingLanes()
     keys.append(step._key(data))
-    assert len(set(keys)) == len(keys) == 8
+    assert len(set(keys)) == len(keys) == 10
 
 
 @pytest.mark.parametrize("value", [3, torch.zeros(2, requires_grad=True)])
 def test_feeds_that_are_no_plain_tensors_are_refused(chunk, value):
     with pytest.raises(ConfigError, match="takes tensors that need no gradient"):
         recorded(chunk)._key([{"ids": value}])
+
+
+class Stream:
+    """Notes which streams it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
+def failing(error):
+    def run(chunk, microbatches):
+        chunk.steps_done += 1
+        raise error
+
+    return run
+
+
+def test_a_failed_step_is_waited_for(chunk, monkeypatch):
+    """Its kernels may still add to gradients that the caller is about to zero."""
+    step, own, caller = recorded(chunk), Stream(), Stream()
+    step._stream = cast(torch.cuda.Stream, own)
+    step._run = failing(KeyError("stage"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: caller)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with pytest.raises(KeyError):
+        step._warm_up(_WarmUp(), [])
+    assert own.waited == [caller]
+    assert caller.waited == [own]
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (torch.OutOfMemoryError("too large"), torch.OutOfMemoryError, "too large"),
+        (RuntimeError("operation not permitted"), ProgramError, "cannot be recorded as a CUDA graph"),
+    ],
+)
+def test_what_fails_while_recording(chunk, monkeypatch, error, kind, message):
+    """Only what asks for the host is said to."""
+    step = recorded(chunk)
+    step._pool, step._stream = cast(Any, None), cast(Any, None)
+    step._run = failing(error)
+    monkeypatch.setattr(cuda_graph, "check_recordable", lambda chunk: None)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", SimpleNamespace)
+    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
+    monkeypatch.setattr(torch.cuda, "graph", lambda *args, **how: nullcontext())
+    with pytest.raises(kind, match=message):
+        step._record(_WarmUp(), [{"ids": torch.zeros(1)}])
+    assert chunk.steps_done == 0
+
+
+@pytest.mark.parametrize("run", [train_step, contiguous_step, reference_step])
+def test_every_draw_knows_its_seed_in_another_step(run, monkeypatch):
+    """The seeds of the next step, in order, are what this step's draws say of it."""
+    steps: list[list[Any]] = []
+
+    def begin(generator, seed, seed_at):
+        steps[-1].append((seed, seed_at))
+        return rng.begin_at(generator, seed)
+
+    monkeypatch.setattr(rng, "_begin", begin)
+    chunk = ModelChunk(Decoder(ModelConfig(layers=2, vocab=16, dropout=0.1)), recompute=RecomputeConfig.uniform(1))
+    chunk.checked = True  # the check draws in the first step only
+    ids = torch.arange(6).view(1, 6)
+    for _ in range(2):
+        steps.append([])
+        run(chunk, [{"ids": ids, "labels": ids}] * 2)
+    seeds = [[seed for seed, _ in step] for step in steps]
+    assert seeds[0] != seeds[1]
+    for number, found in enumerate(seeds):
+        assert [seed_at(number) for _, seed_at in steps[0]] == found

@@ -258,3 +258,36 @@ def test_a_handle_reaches_the_replay_and_the_adjoint(recompute: RecomputeConfig)
     replays = [("replay",)] if recompute.method else []
     assert used == [(*what, handle) for handle in made for what in (*replays, ("adjoint",))]
     assert len(made) == 2
+
+
+@pytest.mark.parametrize("sheds", [(0,), ()])
+def test_a_stage_that_sheds_takes_its_gradient_over(sheds: tuple[int, ...]) -> None:
+    """Its memory goes when the first node has used it; elsewhere backward holds it to the end."""
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    alive: list[bool] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            if not seen:
+                seen.append(weakref.ref(gradients[0].untyped_storage()))
+            alive.append(seen[0]() is not None)
+            return gradients[0] * 2
+
+    def build(module: Any, b: ProgramBuilder) -> None:
+        (h,) = b.compute("embed", lambda x: x * module.first, b.input("x"), outputs=("h",), parameters=(module.first,))
+        (y,) = b.compute("mine", lambda h: Looks.apply(Looks.apply(h)), h, outputs=("y",), sheds=sheds)
+        (loss,) = b.compute("head", lambda y: y.square().sum(), y, outputs=("loss",))
+        b.loss(loss)
+
+    first = nn.Parameter(torch.ones(3))
+    chunk = ModelChunk(Own(build, first=first))
+    chunk.checked = True  # the check runs no backward of this stage
+    train_step(chunk, [{"x": torch.ones(2, 3)}])
+    assert alive == [True, not sheds]
+    assert first.grad is not None
+    assert first.grad.tolist() == [64.0] * 3

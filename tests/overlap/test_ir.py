@@ -30,6 +30,10 @@ def stage(name: str, reads: str = "", writes: str = "", layer: int | None = None
     )
 
 
+def wire(*what: str, **declared: Any) -> Stage:
+    return replace(stage(*what, **declared), lane=Lane.COMM, adjoint=nothing)
+
+
 def program(*stages: Stage, inputs: tuple[Input, ...] = (Input("x"),), **ends: Any) -> Program:
     return Program(stages, inputs, **ends)
 
@@ -71,6 +75,7 @@ def test_a_schedule_may_be_spread_over_lines() -> None:
 
 
 A = stage("a", "x", "y")
+PASSES = wire("a", "x", "y", aliases=True)
 
 
 @pytest.mark.parametrize(
@@ -122,11 +127,23 @@ A = stage("a", "x", "y")
         ((stage("a", "x", "y", nondiff=frozenset("x")),), {}, "stage a: nondiff names 'x', which it does not write"),
         ((stage("a", "x", "y", effects=(Effect("x", print),)),), {}, "stage a: effects names 'x'"),
         ((stage("a", "x", "y", adjoint=nothing, wgrad=True),), {}, "stage a has an adjoint and parameters"),
+        ((PASSES, stage("b", "y"), stage("c", "y")), {}, "stage a passes on memory: 'y' needs a single reader"),
+        ((PASSES, wire("b", "y")), {}, "stage a passes on memory: 'y' needs a single reader, on the compute lane"),
+        ((PASSES,), {"losses": (Loss("y"),)}, "stage a passes on memory: 'y' needs a single reader"),
+        ((wire("b", "x", "z"), wire("a", "z", "y", aliases=True)), {}, "stage a passes on memory: 'z' is not the comp"),
     ],
 )
 def test_bad_programs_are_refused(stages: tuple[Stage, ...], ends: dict[str, Any], message: str) -> None:
     with pytest.raises(ProgramError, match=message):
         program(*stages, **ends)
+
+
+def test_memory_may_be_passed_on_twice_and_values_without_gradient_read_by_anyone() -> None:
+    passes = wire("a", "x", "y n", aliases=True, nondiff=frozenset("n"))
+    last = (stage("c", "z n"), stage("d", "n"))
+    known = program(passes, wire("b", "y n", "z", aliases=True), *last)
+    assert known.by_key[None, "b"].allocates is Lane.COMPUTE
+    assert replace(known.by_key[None, "b"], aliases=False).allocates is Lane.COMM
 
 
 def test_a_parameter_of_two_stages_must_be_a_value() -> None:

@@ -10,7 +10,7 @@ from overlap.lower import Event, Issue, Key, Piece, Plan, backward_reads, lower
 from overlap.orders import get_order
 from overlap.plan import Planner, PlanRequest, make_schedule
 from recompute import RecomputeConfig
-from tests.overlap.programs import Weight, dummy_program, label, nothing, side_of
+from tests.overlap.programs import Weight, dummy_program, label, nothing, side_of, staying
 
 uniform = RecomputeConfig.uniform
 
@@ -224,6 +224,23 @@ def test_uses_on_foreign_lanes() -> None:
         "B0.0.dispatch: 0.sent/3 0.weights/3",
         "B0.0.attn: 0.tokens/2 0.probs/2",
     ]
+
+
+def test_uses_of_what_was_passed_on() -> None:
+    """Rows that stay are the compute lane's: communication uses foreign memory, compute none but the routing's."""
+    backward = plans(staying(dummy_program("M")), uniform(1))[2]
+    assert table(backward, lambda issue: map(key, issue.foreign)) == [
+        "B0.0.combine: 0.routing",
+        "R0.0.dispatch: 0.tokens' 0.probs' 0.routing",
+        "B0.0.dispatch: 0.routing",
+    ]
+    assert table(backward, lambda issue: map(piece, issue.foreign_pieces)) == [
+        "B0.0.combine: 0.mixed/5",
+        "B0.0.dispatch: 0.sent/3 0.weights/3",
+    ]
+    for program, owners in ((dummy_program("M"), {Lane.COMM}), (staying(dummy_program("M")), set())):
+        delayed = plans(program, RecomputeConfig.none(), delayed=True)[2]
+        assert {lane for issue in delayed.issues for lane in issue.pending_owners} == owners
 
 
 def test_gradient_pieces_are_added_in_reverse_program_order() -> None:

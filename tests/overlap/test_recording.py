@@ -18,7 +18,7 @@ from overlap.plan import Planner, PlanRequest
 from overlap.recording import RecordingLanes
 from overlap.step import train_step
 from recompute import RecomputeConfig
-from tests.overlap.programs import FakeOwner, drive, dummy_program, fake_owner, nothing, tiny_chunk, tiny_feeds
+from tests.overlap.programs import FakeOwner, drive, dummy_program, fake_owner, nothing, staying, tiny_chunk, tiny_feeds
 
 uniform, block, none = RecomputeConfig.uniform, RecomputeConfig.block, RecomputeConfig.none
 CONFIGS = st.sampled_from([none(), uniform(1), uniform(2), uniform(3), block(1), block(2)])
@@ -236,6 +236,20 @@ def test_a_use_that_the_allocating_lane_waited_for_needs_no_announcement() -> No
     silent = planted(plan, "F1.0.send", lambda issue: replace(issue, foreign=()))
     assert plan != silent
     run([(silent, ahead, behind)], program, RecordingLanes())
+
+
+def test_memory_that_was_passed_on_goes_back_to_the_compute_lane() -> None:
+    """Its uses there need no announcement; those of the lane that passed it on do."""
+    program = staying(dummy_program("MM"))
+    plans = step_plans(Planner(program, get_order("multi_queue"), delayed=True), [uniform(1)] * 2)
+    assert not any("0.sent" in str(issue.foreign) for plan, _, _ in plans for issue in plan.issues)
+    run(plans, program, RecordingLanes())
+    silent = [
+        (replace(plan, issues=tuple(replace(i, foreign=(), foreign_pieces=()) for i in plan.issues)), ahead, behind)
+        for plan, ahead, behind in plans
+    ]
+    with pytest.raises(RaceError, match="goes back to compute"):
+        run(silent, program, RecordingLanes())
 
 
 def test_a_use_of_what_nobody_wrote() -> None:

@@ -16,7 +16,7 @@ from overlap import ModelChunk, PerMicrobatch, PerToken, Program, ProgramBuilder
 from overlap.model import Decoder, ModelConfig
 from overlap.orders import ORDER_NAMES
 from overlap.verify import StepFacts, compare, step_facts, verify
-from recompute import RecomputeConfig
+from recompute import ConfigError, RecomputeConfig
 
 NONE = RecomputeConfig.none()
 Batches = list[list[dict[str, Tensor]]]
@@ -268,3 +268,9 @@ def test_an_undeclared_buffer_is_named(quietly: bool) -> None:
         verify(chunk, feeds)
     chunk = ModelChunk(Hidden(declared=True, quietly=quietly), recompute=RecomputeConfig.uniform(1), order="plain")
     assert verify(chunk, feeds).equal
+
+
+def test_a_graph_that_cannot_be_recorded_is_refused_before_the_other_side_runs() -> None:
+    chunk = ModelChunk(Decoder(ModelConfig(layers=1)))
+    with pytest.raises(ConfigError, match="a CUDA graph needs a CUDA device"):
+        verify(chunk, batches(1, 1), reference=lambda chunk, microbatches: pytest.fail("ran"), graph=True)

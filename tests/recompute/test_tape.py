@@ -156,8 +156,9 @@ def test_what_is_shed_is_not_held() -> None:
     assert alive == {(): True, (0,): False}
 
 
-def test_a_graph_may_need_what_is_shed() -> None:
-    x, seed = torch.randn(3, 4), torch.randn(3, 4)
+@pytest.mark.parametrize("shape", [(3, 4), (), (0, 4)])
+def test_a_graph_may_need_what_is_shed(shape: tuple[int, ...]) -> None:
+    x, seed = torch.randn(shape), torch.randn(shape)
     want = x.clone()
     tape, _ = Tape.record(torch.square, [x], [True], [True], {}, (0,))
     del x
