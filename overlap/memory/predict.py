@@ -14,7 +14,7 @@ from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.memory.bins import Border, Highest, Storage, Usage
-from overlap.memory.crossing import CrossLanes, OneLane
+from overlap.memory.crossing import Crossing, CrossLanes, OneLane
 from overlap.memory.facts import NO_WORK, Facts, Footprint, Kind, Spans, backward_kind, forward_kind
 from overlap.memory.footprint import take_footprint
 from overlap.memory.gap import Gap, gaps_of, slot_text
@@ -68,7 +68,7 @@ class Walk:
         self._host = host
         self._footprints = footprints
         self._facts = [footprint.facts[delayed] for footprint in footprints]
-        self._lanes = CrossLanes() if streams else OneLane()
+        self._lanes: Crossing = CrossLanes() if streams else OneLane()
         self._ids = count()
         self._ledger = Ledger()
         self._held = [Held(self._ledger, gap, self._feeds(of, gap)) for of, gap in zip(footprints, gaps, strict=True)]
