@@ -104,7 +104,8 @@ def _backward(
     collector = WeightGradients()
     gradients: Sequence[Tensor | None] = [None] * (len(tracked) + len(parameters))
     if pairs and gradients:
-        with collect_weight_gradients(collector):
+        # as in a step; and autograd's own thread would warn that it has no CUDA context yet
+        with collect_weight_gradients(collector), torch.autograd.set_multithreading_enabled(False):
             gradients = torch.autograd.grad(
                 [result for result, _ in pairs], [*tracked, *parameters.values()],
                 [output.contiguous() for _, output in pairs], allow_unused=True,

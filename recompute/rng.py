@@ -70,6 +70,11 @@ def recorded_by(recorder: DrawRecorder) -> Iterator[None]:
         _recorders.pop()
 
 
+def is_recorded() -> bool:
+    """Whether a recorder takes the draws: what runs now will be launched again as it is."""
+    return bool(_recorders)
+
+
 @contextmanager
 def seeded(seed: int, generators: Sequence[torch.Generator], seed_at: SeedAt | None = None) -> Iterator[None]:
     """Draw from `seed` inside; the generators continue afterwards as if nothing had been drawn.

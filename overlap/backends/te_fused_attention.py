@@ -2,7 +2,7 @@
 
 The module chooses anew at every call, moves the generator on whether or not anything is dropped, and takes several
 times the launches' host time. Here it is asked once per shape. What it does not do with cuDNN's kernels for bfloat16
-stays its own. No call reads or sets the generator on the host, so a graph may capture it.
+stays its own. No call reads or sets the generator on the host, so a graph may capture it, if sequences are whole tiles.
 Legend: B sequences, S positions, H heads, d head width.
 """
 
@@ -27,7 +27,12 @@ from transformer_engine.pytorch.cpp_extensions.fused_attn import (
 )
 
 from overlap.model.custom import apply
+from recompute.errors import ConfigError
+from recompute.rng import is_recorded
 
+_TILE = 128
+"""Positions of a tile. A backward with a part of one, as cuDNN launches it, cannot be launched again by a graph: it
+would read memory that is gone."""
 _DRAWS_PER_THREAD = 16
 """Random numbers that the kernel takes from the generator per thread, where it drops any."""
 _LAYOUT, _FORMAT, _NO_FORMAT = QKVLayout["bshd_bshd_bshd"], QKVFormat["bshd"], QKVFormat[None]
@@ -63,6 +68,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: FusedAttention) -> Tensor:
         length = query.shape[1]
+        if length % _TILE and settings.training and is_recorded():
+            rule = f"a CUDA graph can hold backend te's attention for multiples of {_TILE} tokens a sequence only"
+            raise ConfigError(field="seq", value=length, rule=rule)
         ends = get_full_cu_seqlens(query.shape[0], length, query.device)
         draws = _DRAWS_PER_THREAD if settings.dropout else 0
         out, *rest = tex.fused_attn_fwd(

@@ -43,14 +43,14 @@ CASES = [
 
 @pytest.mark.parametrize("words", CASES)
 def test_two_ranks_on_one_gpu(words: str) -> None:
-    status, printed, err = run_ranks("gloo", f"{words} --backend gloo")
+    status, printed, err = run_ranks("gloo", f"{words} --collective-backend gloo")
     assert status == 0, err
     assert printed["equal"] is True
 
 
 def test_a_control_fails_on_one_gpu() -> None:
     """Negative control of the test above."""
-    status, printed, err = run_ranks("gloo", f"{CASES[0]} --backend gloo --control swap_slots")
+    status, printed, err = run_ranks("gloo", f"{CASES[0]} --collective-backend gloo --control swap_slots")
     assert status == 1, err
     assert printed["equal"] is False
 

@@ -52,10 +52,12 @@ def test_attention_dropout_is_drawn_again(rule: str) -> None:
 class LateCopy(StreamLanes):
     """Puts a long sleep on the copy stream before each of its issues."""
 
+    cycles = 2_000_000
+
     def begin(self, issue: Any, owner: Any) -> None:
         super().begin(issue, owner)
         if issue.lane is Lane.COPY:
-            torch.cuda._sleep(2_000_000)
+            torch.cuda._sleep(self.cycles)
 
 
 class LateCompute(StreamLanes):
@@ -68,7 +70,9 @@ class LateCompute(StreamLanes):
 
 
 class Deaf(LateCopy):
-    """Control: replays do not wait for what returns."""
+    """Control: replays do not wait for what returns; it is later than any host is between two slots."""
+
+    cycles = 30_000_000
 
     def begin(self, issue: Any, owner: Any) -> None:
         heard = tuple(event for event in issue.waits if event[0].value != "L")

@@ -99,11 +99,13 @@ def make_chunk(precision: str, case: str, backend: str = "te", **changes: Any) -
     )
 
 
-def batches(config: ModelConfig, steps: int = 2, microbatches: int = 3) -> list[list[dict[str, Tensor]]]:
+def batches(
+    config: ModelConfig, steps: int = 2, microbatches: int = 3, length: int = 64
+) -> list[list[dict[str, Tensor]]]:
     generator = torch.Generator().manual_seed(1)
 
     def draw() -> dict[str, Tensor]:
-        tokens = torch.randint(config.vocab, (2, 65), generator=generator)
+        tokens = torch.randint(config.vocab, (2, length + 1), generator=generator)
         feeds = {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
         return {name: value.to(DEVICE) for name, value in cut_rows(feeds, config, generator).items()}
 

@@ -15,10 +15,15 @@ from overlap.cuda_graph import WARM_UP, GraphedStep
 from overlap.model import Decoder, ModelConfig
 from overlap.model.fp8 import Fp8Config
 from overlap.verify import verify
+from recompute import ConfigError
 from tests.gpu.test_te import ATTENTIONS, DEVICE, SHAPE, batches, make_chunk
 
 # Transformer Engine's own imports warn.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+TILE = 128
+"""Positions that sequences are a multiple of in a graph."""
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +104,7 @@ def compare(found: dict[str, Any], want: dict[str, Any], name: str, scales: tupl
 @pytest.mark.parametrize("case", ["uniform1", "hidden1", "delayed-wgrad", "attention-dropout"])
 def test_a_step_in_bfloat16_as_a_graph(case):
     chunk = make_chunk("bf16", case)
-    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2, length=TILE), graph=True)
     assert verdict.equal, verdict
     assert verdict.max_live_segments <= (2 if "hidden" in case else 1)
 
@@ -108,13 +113,22 @@ def test_a_step_in_bfloat16_as_a_graph(case):
 def test_a_dense_step_in_8_bits_as_a_graph(precision):
     """Without experts the host need not know rows; scales move by the graph's own kernels."""
     chunk = make_chunk(precision, "uniform1", dense_layers=3)
-    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2), graph=True)
+    verdict = verify(chunk, batches(chunk.module.config, steps=WARM_UP + 2, length=TILE), graph=True)
     assert verdict.equal, verdict
+
+
+def test_a_part_of_a_tile_is_refused_as_a_graph():
+    """The backward of cuDNN would read memory that is gone when the graph is launched."""
+    chunk = make_chunk("bf16", "uniform1")
+    (data,) = batches(chunk.module.config, steps=1, length=TILE // 2)
+    with pytest.raises(ConfigError, match="multiples of 128 tokens"):
+        GraphedStep(chunk)(data)
+    train_step(chunk, data)
 
 
 def test_experts_in_8_bits_are_refused_as_a_graph():
     chunk = make_chunk("block", "uniform1")
-    (data,) = batches(chunk.module.config, steps=1)
+    (data,) = batches(chunk.module.config, steps=1, length=TILE)
     step = GraphedStep(chunk)
     for _ in range(WARM_UP):
         step(data)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from recompute.rng import SeedAt, default_generators, draws_inside, recorded_by, seeded, stage_seed
+from recompute.rng import SeedAt, default_generators, draws_inside, is_recorded, recorded_by, seeded, stage_seed
 
 CPU = default_generators(torch.device("cpu"))
 counts = st.integers(0, 10_000)
@@ -186,3 +186,10 @@ def test_a_draw_without_a_step_is_recorded_as_such() -> None:
         with part():
             pass
     assert [later for _, later in notes.seen] == [None, None]
+
+
+def test_what_is_recorded_is_known() -> None:
+    assert not is_recorded()
+    with recorded_by(Notes()):
+        assert is_recorded()
+    assert not is_recorded()
