@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from statistics import median
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.memory.cases import PROXIES, Case, Path, hidden
 from benchmarks.memory.measure import DEVICE, Bench, Measured, timed
 from overlap.backends import load_backend
+from overlap.cuda_graph import WARM_UP
 from overlap.model.fp8 import Fp8Config
 from recompute import RecomputeConfig
 
@@ -56,14 +58,14 @@ def te() -> list[dict[str, Any]]:
             del bench
             gc.collect()
             torch.cuda.empty_cache()
-        results += _in_turns(proxy)
+        results += _in_turns(Case(proxy=proxy, recompute=RecomputeConfig.uniform(1)), tuple(ARMS))
     return [asdict(result) for result in results]
 
 
 def te_light() -> list[dict[str, Any]]:
     """Uniform 1 with exposed and hidden replay, few steps; torch's layers last, for comparison.
 
-    In bf16 as a CUDA graph too, which takes the host's time out of the comparison.
+    In bf16 as a CUDA graph too, which takes the host's time out of the comparison; at the end in turns with torch's.
     """
     results: list[Measured] = []
     for proxy in PROXIES:
@@ -73,6 +75,8 @@ def te_light() -> list[dict[str, Any]]:
     with sdpa_kernel(attention):
         for proxy in PROXIES:
             results += _light(proxy, "torch bf16", f"torch bf16 with {attention.name}")
+            case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1), graph=True)
+            results += _in_turns(case, ("torch bf16", "te bf16"))
     return [asdict(result) for result in results]
 
 
@@ -119,14 +123,13 @@ def _cases(proxy: str) -> list[Case]:
     ]
 
 
-def _in_turns(proxy: str) -> list[Measured]:
-    """Uniform 1, steps of all arms one after another, so that drift hits all alike; memory is not comparable."""
-    case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1))
-    benches = [BackendBench(proxy, arm) for arm in ARMS]
+def _in_turns(case: Case, arms: Sequence[str]) -> list[Measured]:
+    """Steps of several arms one after another, so that drift hits all alike; memory is not comparable."""
+    benches = [BackendBench(case.proxy, arm) for arm in arms]
     steps = [bench.step_of(case) for bench in benches]
     for step in steps:
-        step()
-        step()
+        for _ in range(WARM_UP + 1):
+            step()
     times: list[list[float]] = [[] for _ in steps]
     for number in range(ROUNDS):
         for place in (*range(number % len(steps), len(steps)), *range(number % len(steps))):
