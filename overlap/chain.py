@@ -13,7 +13,7 @@ from overlap.costs import StageCosts
 from overlap.hidden import hosts_of
 from overlap.ir import Op, Slot
 from overlap.lower import Issue
-from overlap.orders import Step
+from overlap.orders import Step, carried
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.simulate import Task, place_tasks, task_of
 from overlap.steady import group_of, window
@@ -33,16 +33,21 @@ class _Pair:
     """The issue that ends the pair's backward."""
 
 
+_NOTHING = _Pair({}, (), frozenset(), -1)
+"""Before the first pair."""
+
+
 class Chain:
-    """The pairs of one forward beside one backward.
+    """The pairs of one forward beside one backward, or of a backward alone.
 
     Args:
         system: As `steady.chain_of` gives it; its own order only has to be legal.
         costs: Milliseconds of the slots; may differ from the system's own.
+        alone: Whether backward runs alone, as at the end of a step.
     """
 
-    def __init__(self, system: System, costs: StageCosts) -> None:
-        issues = [i for i in system.plan(forward=True, backward=True).issues if i.slot.layer is not None]
+    def __init__(self, system: System, costs: StageCosts, *, alone: bool = False) -> None:
+        issues = [i for i in system.plan(forward=not alone, backward=True).issues if i.slot.layer is not None]
         self._host = costs.host_milliseconds
         self._needs = needs_of(issues)
         self._tasks = [task_of(issue, costs, ()) for issue in issues]
@@ -64,10 +69,12 @@ class Chain:
         """Of one pair in steady state; infinite if the order breaks a dependency."""
         tasks: list[Task] = []
         place: dict[int, int] = {}
+        late = carried(steps)
+        before = _NOTHING
         for pair in self._pairs:
             block = pair.block
             for step in steps:
-                launched = pair.by_step.get(step, ())
+                launched = (before if step in late else pair).by_step.get(step, ())
                 if block and step in pair.needing:
                     launched, block = (*block, *launched), ()
                 for number in launched:
@@ -77,6 +84,7 @@ class Chain:
                     task = self._tasks[number]
                     place[number] = len(tasks)
                     tasks.append(Task(task.lane, task.milliseconds, task.kernels, after))
+            before = pair
         times = place_tasks(tasks, queues, self._host)
         first, last = (times[place[self._pairs[pair].last]][1] for pair in self._measured)
         return (last - first) / (self._measured[1] - self._measured[0])

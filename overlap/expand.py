@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from overlap.errors import ScheduleError
 from overlap.hidden import Hosts, spread
 from overlap.ir import Op, Program, Schedule, Slot, Stage
-from overlap.orders import REST, STAGE_NAMES, Order, Step
+from overlap.orders import REST, STAGE_NAMES, Order, Step, carried
 
 
 def expand(
@@ -62,13 +63,13 @@ def _pairs(
         for layer in program.layers[::-1]:
             hosted = [program.layer_stages[other] for other in hosts.layers.get(layer, ())]
             behind.append(_Part(microbatch, program.layer_stages[layer], hosted))
-    paired = min(len(ahead), len(behind))
-    for front, back in zip(ahead, behind, strict=False):
-        yield from _pair(order, front, back)
-    for back in behind[paired:]:
-        yield from _pair(order, _NOTHING, back)
-    for front in ahead[paired:]:
-        yield from _pair(order, front, _NOTHING)
+    before = _NOTHING
+    for front, back in zip_longest(ahead, behind, fillvalue=_NOTHING):
+        yield from _pair(order, front, back, before)
+        before = back
+    for step in order.steps:
+        if step in carried(order.steps):
+            yield from (_slot(step.op, before.microbatch, stage) for stage in _chosen(order, step, before.stages))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,12 @@ _NOTHING = _Part(0, ())
 """The side that has no layer left."""
 
 
-def _pair(order: Order, front: _Part, back: _Part) -> Iterable[Slot]:
-    """One forward layer beside one backward layer, in the order's steps."""
+def _pair(order: Order, front: _Part, back: _Part, before: _Part) -> Iterable[Slot]:
+    """One forward layer beside one backward layer, in the order's steps; `before` ran backward in the last pair."""
     replays, rest = spread(order, back.hosted)
+    late = carried(order.steps)
     for step in order.steps:
-        part = front if step.op is Op.FORWARD else back
+        part = front if step.op is Op.FORWARD else before if step in late else back
         for stage in replays.get(step, ()) if step.op is Op.REPLAY else _chosen(order, step, part.stages):
             yield _slot(step.op, part.microbatch, stage)
     for stage in rest:

@@ -4,10 +4,13 @@ An order is a sequence of steps `OP.stage`; F names a stage of the forward layer
 paired with it, R one of the layer that is replayed beside them when replays are hidden (R10). `*` stands for the stages
 that no other step of that op names: in program order for F and R, in reverse for B and W. A step whose stage a layer
 does not have is skipped, so one table serves dense and MoE layers alike; R steps are skipped where nothing is replayed.
+A W step that stands before the B step of its stage is carried over: it takes the layer whose B was in the pair before,
+so that its compute can hide this pair's first transfers, and its operands stay that much longer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +80,19 @@ class Order:
                 raise ScheduleError(f"order {name}: {word} stands twice", words, index)
             steps.append(step)
         return cls(name, tuple(steps))
+
+
+def carried(steps: Sequence[Step]) -> frozenset[Step]:
+    """The W steps that take the layer of the pair before.
+
+    Those that stand before their stage's B step, or before `B.*` if it has none; `W.*` without `B.*`: before all.
+    """
+    backward = {step.stage: place for place, step in enumerate(steps) if step.op is Op.BACKWARD}
+    others = backward.get(REST, -1)
+    backward.setdefault(REST, min(backward.values(), default=-1))
+    return frozenset(
+        step for place, step in enumerate(steps) if step.op is Op.WGRAD and place < backward.get(step.stage, others)
+    )
 
 
 def get_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:

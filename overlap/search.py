@@ -1,7 +1,8 @@
 """search: the best legal order for given stage costs, by local search over the steps of the table.
 
 A move takes one step out and puts it in elsewhere; what breaks a dependency costs infinitely much. The simulator
-scores, under one hardware queue and under many; of equal orders the one that bears slower transfers better wins.
+scores, under one hardware queue and under many. Of equal orders the one wins that bears slower transfers better, then
+the one with the shorter backward alone (the end of a step), then the one that carries fewer weight gradients over.
 Steps that cost nothing here (stages that the layers do not have, replays that are left out) stay beside a step that
 their own order allows, so that the result fits the layers that have them.
 """
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from overlap.chain import Chain
 from overlap.errors import ScheduleError
 from overlap.ir import Op
-from overlap.orders import Order, Step
+from overlap.orders import Order, Step, carried
 from overlap.simulate import QUEUES
 from overlap.steady import chain_of
 from overlap.synthetic import DENSE, MOE, System
@@ -27,8 +28,10 @@ _SLOWER = 1.15
 _SHUFFLES = 3
 """Random legal moves before each new descent."""
 
-Score = tuple[float, float]
-"""Milliseconds of a pair summed over the queue models: as given, and with slower transfers."""
+Score = tuple[float, ...]
+"""Milliseconds summed over the queue models, of a pair as given, with slower transfers, and of a backward alone; then
+how many weight gradients are carried over."""
+_WORST: Score = (float("inf"),) * 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +59,7 @@ def search(system: System, *, queues: Sequence[int] = QUEUES, restarts: int = 4,
     """
     chain = chain_of(system)
     chains = [Chain(chain, costs) for costs in (system.costs, system.costs.scaled_transfers(_SLOWER))]
+    chains.append(Chain(chain, system.costs, alone=True))
     descent = _Descent(chains, queues)
     steps = _glued(system.order, chains[0].steps)
     best = descent.run(steps)
@@ -98,8 +102,8 @@ class _Descent:
     def run(self, order: Sequence[_Group]) -> tuple[Score, tuple[_Group, ...]]:
         """Follow the first move that helps until none does."""
         best = tuple(order)
-        score = self._score(best, (float("inf"), float("inf")))
-        if score[0] == float("inf"):
+        score = self._score(best, _WORST)
+        if score == _WORST:
             raise ScheduleError("the order to start from breaks a dependency", _flat(best))
         improved = True
         while improved:
@@ -130,9 +134,11 @@ class _Descent:
                 # Rounded: sums of the same numbers in another order are equal.
                 scores.append(round(sum(chain.milliseconds(steps, queues) for queues in self._queues), 6))
                 if tuple(scores) > beat[: len(scores)]:
-                    scores += [float("inf")] * (len(self._chains) - len(scores))
+                    scores += [float("inf")] * (len(_WORST) - len(scores))
                     break
-            self._known[order] = (scores[0], scores[1])
+            else:
+                scores.append(float(len(carried(steps) & self._chains[0].steps)))
+            self._known[order] = tuple(scores)
         return self._known[order]
 
 

@@ -19,6 +19,8 @@ from recompute import RecomputeConfig
 
 UNIFORM = RecomputeConfig.uniform(1)
 ORDERS = ("multi_queue", "single_queue")
+RESTARTS = 24
+"""Of the order search: some seconds of host time."""
 SHARE = 0.35
 """Communication's share of the exposed step, in the loopback runs."""
 
@@ -72,7 +74,7 @@ def _searched(bench: Bench, base: Case) -> str:
     rule = hidden(UNIFORM)
     start = get_order("single_queue", rule.replay)
     system = System(kinds=(MOE,), order=start, recompute=rule, costs=costs_of(recorded))
-    table = format_order(search(system).order)
+    table = format_order(search(system, restarts=RESTARTS).order)
     print(table, flush=True)
     return table
 

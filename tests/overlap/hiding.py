@@ -47,7 +47,10 @@ SHAPES = st.fixed_dictionaries({"shared": st.booleans(), "plain_post": st.boolea
 
 @st.composite
 def orders(draw: st.DrawFn) -> Order:
-    """Built-in ones, a coarse one, and random interleavings that keep each op's own sequence."""
+    """Built-in ones, a coarse one, and random interleavings that keep each op's own sequence.
+
+    Weight gradients go anywhere: before their B step they are the last pair's.
+    """
     name = draw(st.sampled_from([*ORDERS, "everything", "random"]))
     if name in ORDERS:
         return get_order(name, HIDDEN)
@@ -57,12 +60,13 @@ def orders(draw: st.DrawFn) -> Order:
     rows = {
         "F": ["attn", "shared", *forward[1:]],
         "R": ["attn", "shared", *forward[1:]],
-        "B": [*forward[:0:-1], "shared", "attn", "W.*"],
+        "B": [*forward[:0:-1], "shared", "attn"],
+        "W": ["experts", "shared", "attn"],
     }
     picks = draw(st.permutations([op for op, row in rows.items() for _ in row]))
     left = {op: iter(row) for op, row in rows.items()}
     steps = [(op, next(left[op])) for op in picks]
-    return Order.parse("random", " ".join(stage if "." in stage else f"{op}.{stage}" for op, stage in steps))
+    return Order.parse("random", " ".join(f"{op}.{stage}" for op, stage in steps))
 
 
 def live_segments(slots: Schedule, side: Side) -> int:

@@ -98,6 +98,34 @@ def test_every_stage_of_both_lists_is_issued_once(order: str, forward: str, back
     assert {slot.key for slot in slots if slot.op is Op.WGRAD} == {stage.key for stage in back.stages if stage.wgrad}
 
 
+CARRY = Order.parse("mine", "B.post W.attn F.* B.combine B.experts W.experts B.dispatch B.attn")
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "expected"),
+    [
+        (
+            None,
+            "MM",
+            "B0.1.post B0.1.combine B0.1.experts W0.1.experts B0.1.dispatch B0.1.attn "
+            "B0.0.post W0.1.attn B0.0.combine B0.0.experts W0.0.experts B0.0.dispatch B0.0.attn W0.0.attn",
+        ),
+        (
+            "DD",
+            "M",
+            "B0.0.post F1.0.attn F1.0.experts F1.0.post B0.0.combine B0.0.experts W0.0.experts B0.0.dispatch B0.0.attn "
+            "W0.0.attn F1.1.attn F1.1.experts F1.1.post",
+        ),
+        ("D", "", "F1.0.attn F1.0.experts F1.0.post"),
+    ],
+)
+def test_weight_gradients_carried_over(forward: str | None, backward: str, expected: str) -> None:
+    """They come in the next pair, whatever it has; after the last one at its end."""
+    programs = [None if kinds is None else dummy_program(kinds) for kinds in (forward, backward)]
+    slots = [slot for slot in expanded(CARRY, *programs).split() if slot.count(".") == 2]
+    assert " ".join(slots) == expected
+
+
 def custom(*names: str, wgrad: bool = False) -> Program:
     b = ProgramBuilder()
     value = b.input("x")

@@ -6,7 +6,8 @@ import pytest
 
 from overlap.errors import ScheduleError
 from overlap.ir import Op
-from overlap.orders import ORDER_NAMES, STAGE_NAMES, Order, get_order
+from overlap.orders import ORDER_NAMES, STAGE_NAMES, Order, carried, get_order
+from recompute import Replay
 
 MULTI_QUEUE = (
     "B.post B.combine F.attn B.experts F.dispatch F.shared W.experts B.dispatch B.shared W.shared F.experts F.combine "
@@ -55,6 +56,31 @@ def test_transfers_stand_before_the_compute_that_hides_them() -> None:
 
 def test_comments_and_lines_do_not_matter() -> None:
     assert str(Order.parse("mine", "F.a # first\n\n # nothing\nB.a  W.*")) == "F.a B.a W.*"
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        ("B.a W.a B.b W.b", ""),
+        ("W.a B.b W.b B.a", "W.a"),
+        ("W.a B.* W.*", "W.a"),
+        ("B.b W.a B.* W.b", "W.a"),
+        ("W.* B.a B.b", "W.*"),
+        ("B.a W.* B.b", ""),
+        ("B.a W.* B.*", "W.*"),
+        ("W.a F.a", ""),
+        ("W.* F.*", ""),
+    ],
+)
+def test_weight_gradients_before_their_backward_are_carried_over(steps: str, expected: str) -> None:
+    assert " ".join(map(str, carried(Order.parse("mine", steps).steps))) == expected
+
+
+@pytest.mark.parametrize("replay", Replay)
+@pytest.mark.parametrize("name", ORDER_NAMES)
+def test_no_built_in_order_carries_weight_gradients(name: str, replay: Replay) -> None:
+    """R13: in a recomputed segment they stay inside their own layer pair unless asked."""
+    assert not carried(get_order(name, replay).steps)
 
 
 def test_an_order_says_what_it_names() -> None:

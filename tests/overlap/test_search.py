@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -10,9 +12,10 @@ from overlap.chain import Chain
 from overlap.costs import PRESETS, StageCosts, read_costs
 from overlap.errors import ScheduleError
 from overlap.ir import Op
-from overlap.orders import STAGE_NAMES, Order, format_order, get_order
+from overlap.orders import STAGE_NAMES, Order, carried, format_order, get_order
+from overlap.plan import BACKWARD_SIDE
 from overlap.search import Found, search
-from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES
+from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES, simulate
 from overlap.steady import chain_of, measure, with_order
 from overlap.synthetic import System
 from recompute import RecomputeConfig, Replay
@@ -61,11 +64,21 @@ def test_the_same_seed_finds_the_same_order(found: Found) -> None:
     assert search(system(order=get_order("multi_queue", Replay.HIDDEN))) == found
 
 
-@pytest.mark.parametrize("name", ["multi_queue", "single_queue"])
+CARRIED = Order.parse(
+    "carried",
+    "B.mtp_post W.mtp_post B.post W.post B.combine W.attn F.attn F.post_attn F.dispatch F.shared W.experts R.attn "
+    "R.post_attn R.shared R.dispatch B.experts B.dispatch B.shared W.shared R.experts R.combine F.experts F.combine "
+    "B.post_attn W.post_attn B.attn R.post R.mtp_post F.post F.mtp_post",
+)
+"""Weight gradients of the pair before, while this one's first transfers are under way."""
+
+
+@pytest.mark.parametrize("order", [get_order("multi_queue", Replay.HIDDEN), get_order("single_queue", Replay.HIDDEN),
+                                   CARRIED])  # fmt: skip
 @pytest.mark.parametrize("group", [1, 2, 3])
 @pytest.mark.parametrize("queues", QUEUES)
-def test_a_chain_takes_what_its_plans_take(name: str, group: int, queues: int) -> None:
-    one = system(group, get_order(name, Replay.HIDDEN))
+def test_a_chain_takes_what_its_plans_take(order: Order, group: int, queues: int) -> None:
+    one = system(group, order)
     chain = Chain(chain_of(one), H200)
     assert chain.milliseconds(one.order.steps, queues) == pytest.approx(measure(one, queues).milliseconds)
 
@@ -79,10 +92,33 @@ def test_a_chain_replays_just_in_time() -> None:
             assert found == pytest.approx(measure(one, queues).milliseconds)
 
 
+def test_a_backward_alone_takes_what_its_plans_take() -> None:
+    """With recorded costs, where hiding B.combine takes W.attn of the pair before."""
+    times = {"F.attn": 0.6, "R.attn": 0.5, "B.attn": 1.1, "W.attn": 0.2, "F.experts": 0.6, "B.experts": 0.6,
+             "W.experts": 0.7, "F.post": 0.04, "B.post": 0.04, "F.dispatch": 0.7, "F.combine": 0.7, "F.embed": 0.02,
+             "B.embed": 0.05, "F.head": 0.9, "B.head": 0.9, "W.head": 0.9}  # fmt: skip
+    costs = read_costs("mine", {"milliseconds": times})
+    start = system(order=get_order("single_queue", Replay.HIDDEN), costs=costs)
+    found = search(start)
+    assert "W.attn" in map(str, carried(found.order.steps))
+
+    def alone(order: Order) -> float:
+        return Chain(chain_of(with_order(start, order)), costs, alone=True).milliseconds(order.steps, MANY_QUEUES)
+
+    for order in (start.order, found.order):
+        timeline = simulate("", [(replace(start, kinds=("M",) * 8, order=order).plan(forward=False, backward=True),
+                                  {BACKWARD_SIDE: 0})], costs, MANY_QUEUES)  # fmt: skip
+        ends = {
+            s.slot.layer: s.end for s in timeline.spans if str(s.slot).endswith(".attn") and s.slot.op is Op.BACKWARD
+        }
+        assert alone(order) == pytest.approx(ends[3] - ends[4])
+    assert alone(found.order) < alone(start.order) - 0.1
+
+
 def test_an_order_that_breaks_a_dependency_costs_infinitely() -> None:
     one = system(order=get_order("single_queue", Replay.HIDDEN))
     steps = list(one.order.steps)
-    for first, second in [("F.attn", "F.dispatch"), ("B.experts", "W.experts"), ("R.dispatch", "R.experts")]:
+    for first, second in [("F.attn", "F.dispatch"), ("B.experts", "B.dispatch"), ("R.dispatch", "R.experts")]:
         words = [str(step) for step in steps]
         a, b = words.index(first), words.index(second)
         broken = [*steps]
