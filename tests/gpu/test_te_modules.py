@@ -1,0 +1,87 @@
+"""Parts of backend te-modules by themselves, on a GPU; its steps are in test_te.py."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+from overlap import ModelChunk, train_step
+from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
+from tests.gpu.test_te import CORE_PRECISIONS, DEVICE, batches, make_chunk
+
+# Transformer Engine's own imports warn.
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
+
+
+@pytest.fixture(autouse=True)
+def _transformer_engine() -> None:
+    pytest.importorskip("transformer_engine")
+
+
+def latent_attention(chunk: ModelChunk) -> Any:
+    return chunk.module.get_submodule("layers.0.attn.attention")
+
+
+def test_modules_are_in_place():
+    """Norm and product of both projections run as one module of Transformer Engine, in every precision."""
+    te: Any = import_module("transformer_engine.pytorch")
+    for precision in ("bf16", "block"):
+        chunk = make_chunk(precision, "latent-query", "te-modules")
+        train_step(chunk, batches(chunk.module.config)[0])
+        attention = latent_attention(chunk)
+        for linear in (attention.query[2], attention.key_value):
+            assert [type(product._module) for product in linear._normed.values()] == [te.LayerNormLinear]
+        for linear in (attention.query[0], attention.latent, attention.output):
+            assert linear._normed == {}
+            assert type(linear._product._module) is te.Linear
+
+
+def test_a_norm_and_its_product_are_torchs():
+    attentions = [latent_attention(make_chunk("bf16", "latent-query", name)) for name in ("torch", "te-modules")]
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    scale = torch.rand(64, device=DEVICE, generator=generator) + 0.5
+    x, seed = (torch.randn(96, width, device=DEVICE, generator=generator).bfloat16() for width in (64, 384))
+    made = []
+    for attention in attentions:
+        norm, linear = attention.query[1], attention.query[2]
+        with torch.no_grad():
+            norm.weight.copy_(scale)
+        leaf = x.clone().requires_grad_()
+        y = attention.normed(norm, linear, leaf)
+        made.append((y.detach(), *torch.autograd.grad(y, (leaf, norm.weight, linear.weight), seed)))
+    for theirs, ours in zip(*made, strict=True):
+        assert ours.shape == theirs.shape
+        assert ours.dtype == theirs.dtype
+        assert float((ours - theirs).float().norm() / theirs.float().norm()) < 0.02
+
+
+@pytest.mark.parametrize("precision", CORE_PRECISIONS)
+def test_weight_gradients_of_modules_drain_in_any_order(precision):
+    """Not first in, first out, as their own queues are (delay_wgrad_compute): with a norm in front, and without one."""
+    chunk = make_chunk(precision, "latent-query", "te-modules")
+    module: Any = chunk.module
+    attention, context = latent_attention(chunk), module.backend.context(0, module.config.layers)
+    down, norm, linear = attention.query
+    for weight, call in ((down.weight, down), (linear.weight, partial(attention.normed, norm, linear))):
+        inputs = [torch.randn(64, weight.shape[1], device=DEVICE).bfloat16().requires_grad_() for _ in range(3)]
+        seed = torch.randn(64, weight.shape[0], device=DEVICE).bfloat16()
+        pending = [WeightGradients() for _ in inputs]
+        with nullcontext() if context is None else context():
+            outputs = [call(x) for x in inputs]
+            with weights_left_out():
+                late = [call(x) for x in inputs]
+        want = [torch.autograd.grad(output, weight, seed)[0] for output in outputs]
+        for output, collector in zip(late, pending, strict=True):
+            with collect_weight_gradients(collector):
+                output.backward(seed)
+        assert weight.grad is None
+        for turn, number in enumerate((2, 0, 1)):
+            ((found, gradient),) = pending[number].drain()
+            assert found is weight
+            assert torch.equal(gradient, want[number])
+            assert not torch.equal(gradient, want[turn]), "control: first in, first out"
