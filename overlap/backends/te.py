@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from overlap.backends.te_attention import TECoreAttention, TENorm
 from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
 from overlap.backends.te_norm_linear import TENormThenLinear
+from overlap.backends.te_permute import TEPermutation
 from overlap.backends.te_scaling import DelayedState, advance, make_recipe, precision
 from overlap.ir import StepState
 from overlap.model.attention import CoreAttention
@@ -23,6 +24,7 @@ from overlap.model.experts import GroupedExperts
 from overlap.model.fp8 import ROW_MULTIPLE, Fp8Config
 from overlap.model.linear import Linear
 from overlap.model.norm import NormThenLinear, RMSNorm
+from overlap.model.permute import Permutation
 from recompute.errors import ConfigError
 
 
@@ -133,6 +135,8 @@ class TEBackend:
             return TENorm(module.weight, module.eps)
         if type(module) is NormThenLinear and self.modules:
             return TENormThenLinear()
+        if type(module) is Permutation and self.modules:
+            return TEPermutation()
         if type(module) is CoreAttention:
             return TECoreAttention(config, self.modules)
         if type(module) is GroupedExperts and products:

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from overlap import ModelChunk, train_step
+from overlap.dispatch import make_routing
+from overlap.model.permute import Permutation
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
 from tests.gpu.test_te import CORE_PRECISIONS, DEVICE, batches, make_chunk
 
@@ -39,6 +41,8 @@ def test_modules_are_in_place():
         for linear in (attention.query[0], attention.latent, attention.output):
             assert linear._normed == {}
             assert type(linear._product._module) is te.Linear
+        permutation = chunk.module.get_submodule("layers.0.permutation")
+        assert type(permutation) is import_module("overlap.backends.te_permute").TEPermutation
 
 
 def test_a_norm_and_its_product_are_torchs():
@@ -85,3 +89,25 @@ def test_weight_gradients_of_modules_drain_in_any_order(precision):
             assert found is weight
             assert torch.equal(gradient, want[number])
             assert not torch.equal(gradient, want[turn]), "control: first in, first out"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("tokens", "topk", "width"), [(1, 1, 96), (130, 1, 256), (257, 8, 1000)])
+def test_permutation_is_the_models(tokens, topk, width, padded, dtype):
+    """Rows are copies; sums are taken in the same order, in float32."""
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    experts = 16
+    ids = torch.rand(tokens, experts, device=DEVICE, generator=generator).topk(topk).indices
+    routing = make_routing(ids, experts, torch.arange(tokens, device=DEVICE) % 3 == 1 if padded else None)
+    x, y = (
+        torch.randn(count, width, device=DEVICE, generator=generator).to(dtype) for count in (tokens, tokens * topk)
+    )
+    made = []
+    for permutation in (Permutation(), import_module("overlap.backends.te_permute").TEPermutation()):
+        there_in, back_in = x.clone().requires_grad_(), y.clone().requires_grad_()
+        there, back = permutation.permute(there_in, routing), permutation.unpermute(back_in, routing)
+        gradients = (*torch.autograd.grad(there, there_in, y), *torch.autograd.grad(back, back_in, x))
+        made.append((there.detach(), back.detach(), permutation.unpermute_adjoint(x, routing), *gradients))
+    for theirs, ours in zip(*made, strict=True):
+        assert torch.equal(ours, theirs)
