@@ -96,6 +96,7 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
         del sys.modules[f"overlap.backends.{name}"]
     monkeypatch.setitem(sys.modules, "overlap.backends.te_attention", attention)
     monkeypatch.setitem(sys.modules, "overlap.backends.te_permute", stand_in(TEPermutation=nn.Module))
+    monkeypatch.setitem(sys.modules, "overlap.backends.te_router", stand_in(TERouter=nn.Module, offers=bool))
     engine: Any = sys.modules["transformer_engine.pytorch"]
     engine.Linear, engine.LayerNormLinear = Module, NormModule
     engine.prepare_for_saving = lambda *objects: (objects, objects)

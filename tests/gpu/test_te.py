@@ -81,7 +81,7 @@ CORE_CASES = ("uniform1", "uniform2", "block2", "hidden1", "delayed-wgrad", "mhc
 MIXED_CASES = ("uniform1", "uniform2", "block2", "hidden2", "mtp1", "mhc4", "dense", "delayed-wgrad")
 """Where it matters which layer stands first or last; a layer itself runs as it does with one precision for all."""
 MODULE_CASES = ("uniform1", "hidden1", "delayed-wgrad", "latent-query", "selective-latent-query", "selective-attention")
-MODULE_PARTS = {"TENormThenLinear", "TEPermutation"}
+MODULE_PARTS = {"TENormThenLinear", "TEPermutation", "TERouter"}
 REST = [(precision, case) for precision in CORE_PRECISIONS for case in CASES if case not in CORE_CASES]
 REST += [("block-ends-bf16", case) for case in MIXED_CASES]
 

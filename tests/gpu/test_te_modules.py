@@ -12,6 +12,7 @@ import torch
 
 from overlap import ModelChunk, train_step
 from overlap.dispatch import make_routing
+from overlap.model import ModelConfig, Router, init_weights
 from overlap.model.permute import Permutation
 from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
 from tests.gpu.test_te import CORE_PRECISIONS, DEVICE, batches, make_chunk
@@ -43,6 +44,8 @@ def test_modules_are_in_place():
             assert type(linear._product._module) is te.Linear
         permutation = chunk.module.get_submodule("layers.0.permutation")
         assert type(permutation) is import_module("overlap.backends.te_permute").TEPermutation
+        router = chunk.module.get_submodule("layers.0.router")
+        assert type(router) is import_module("overlap.backends.te_router").TERouter
 
 
 def test_a_norm_and_its_product_are_torchs():
@@ -111,3 +114,30 @@ def test_permutation_is_the_models(tokens, topk, width, padded, dtype):
         made.append((there.detach(), back.detach(), permutation.unpermute_adjoint(x, routing), *gradients))
     for theirs, ours in zip(*made, strict=True):
         assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"expert_bias": False},
+        {"score": "softmax", "expert_bias": False},
+        {"topk": 1},
+        {"expert_groups": 8, "topk_groups": 4},
+        {"experts": 256, "expert_groups": 8, "topk_groups": 4},
+    ],
+)
+def test_router_chooses_the_models_experts(settings):
+    """But for scores that lie within rounding of each other; and the same ones, in the same order, every time."""
+    module: Any = import_module("overlap.backends.te_router")
+    router = Router(ModelConfig(**{"hidden": 64, "experts": 64, "topk": 8, **settings}))
+    init_weights(router, 3)
+    router = router.to(DEVICE)
+    router.expert_bias.copy_(torch.linspace(0.2, -0.2, len(router.expert_bias)))
+    assert module.offers(router.config)
+    made = module.TERouter(router)
+    logits = torch.randn(512, len(router.expert_bias), device=DEVICE, generator=torch.Generator(DEVICE).manual_seed(0))
+    found, want = made._pick(logits), router._pick(logits)
+    assert found.dtype == want.dtype
+    assert float((found.sort().values == want.sort().values).all(-1).float().mean()) > 0.99
+    assert all(torch.equal(made._pick(logits), found) for _ in range(20))
