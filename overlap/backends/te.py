@@ -12,6 +12,9 @@ from torch.distributed import ProcessGroup
 
 from overlap.backends.te_attention import TECoreAttention, TENorm
 from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
+from overlap.backends.te_norm_linear import TENormThenLinear
+from overlap.backends.te_permute import TEPermutation
+from overlap.backends.te_router import TERouter, offers
 from overlap.backends.te_scaling import DelayedState, advance, make_recipe, precision
 from overlap.ir import StepState
 from overlap.model.attention import CoreAttention
@@ -21,7 +24,9 @@ from overlap.model.decoder import Decoder
 from overlap.model.experts import GroupedExperts
 from overlap.model.fp8 import ROW_MULTIPLE, Fp8Config
 from overlap.model.linear import Linear
-from overlap.model.norm import RMSNorm
+from overlap.model.norm import NormThenLinear, RMSNorm
+from overlap.model.permute import Permutation
+from overlap.model.router import Router
 from recompute.errors import ConfigError
 
 
@@ -31,7 +36,8 @@ class TEBackend:
     It takes what is gained by: attention everywhere, and norms and products of layers in 8 bits, by its kernels. In
     bfloat16 both stay the model's own: its products are the same library's as torch's, and its norm needs a Function in
     Python where torch's is one operator.
-    The router and the loss stay torch's: they compute in float32, and without logits.
+    The router and the loss stay the model's: they compute in float32, and without logits. Backend te-modules puts in
+    its modules, its permutation and its choice of experts, whatever the precision.
 
     Args:
         fp8: Recipe and layers of low precision; None: none.
@@ -130,6 +136,12 @@ class TEBackend:
             return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
         if type(module) is RMSNorm and products:
             return TENorm(module.weight, module.eps)
+        if type(module) is NormThenLinear and self.modules:
+            return TENormThenLinear()
+        if type(module) is Permutation and self.modules:
+            return TEPermutation()
+        if type(module) is Router and self.modules and offers(config):
+            return TERouter(module)
         if type(module) is CoreAttention:
             return TECoreAttention(config, self.modules)
         if type(module) is GroupedExperts and products:

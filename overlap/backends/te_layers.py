@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from overlap.backends.te_grouped import Fp8GroupedProduct
 from overlap.backends.te_linear import Fp8Product
-from overlap.backends.te_products import GroupedProduct, Product
+from overlap.backends.te_products import GroupedProduct, NormProduct, Product
 from overlap.backends.te_scaling import make_state
 from overlap.dispatch import Arrival, Routing
 from overlap.model.experts import GroupedExperts, activate
@@ -26,7 +26,7 @@ from overlap.model.row_padding import make_padding
 from recompute.inner import rebuild
 from recompute.modules import RecomputeModule
 
-_PRODUCTS = ("_product", "_products")
+_PRODUCTS = ("_normed", "_product", "_products")
 """Attributes that are made, not copied."""
 
 
@@ -88,8 +88,16 @@ class TEModuleLinear(TELinear):
     """The same by Transformer Engine's module; its recipe may be None."""
 
     def bind(self) -> None:
-        """Make the product."""
+        """Make the product; one behind a norm is made when a norm is there."""
         self._product = Product(self.weight, self.recipe, self.scaling)
+        self._normed: dict[float, NormProduct] = {}
+
+    def behind_norm(self, norm_weight: Tensor, eps: float, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O] of x's RMSNorm, by one module for both."""
+        product = self._normed.get(eps)
+        if product is None:
+            product = self._normed[eps] = NormProduct(self.weight, eps, self.recipe, self.scaling)
+        return product(self.weight, norm_weight, x)
 
 
 class TEExperts(TELayer, Sliced):

@@ -1,4 +1,4 @@
-"""Products by Transformer Engine's modules (backend te-modules): one matrix, or a group of them.
+"""Products by Transformer Engine's modules (backend te-modules): one matrix, one behind its norm, or a group of them.
 
 Transformer Engine's modules hold no weight here (theirs are on the meta device): every call sees the weight through
 stand-ins, and hands its weight gradient to a store of its own (recompute.wgrad_store). There is no queue of a module to
@@ -61,6 +61,41 @@ class Product:
         finally:
             # Nothing of the call stays in the module: it would keep a graph alive.
             module._parameters["weight"] = self._placeholder
+            module.__dict__["wgrad_store"] = NO_STORE
+        return result
+
+
+class NormProduct:
+    """rmsnorm(x) weight^T by te.LayerNormLinear. The norm's weight is seen as it is: its gradient is autograd's.
+
+    Args:
+        weight: [O, I]; tells shape, type and device.
+        eps: Added to the mean square.
+        recipe: Transformer Engine's recipe, or None.
+        states: What make_state() gave for it.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, recipe: Any, states: nn.ModuleList) -> None:
+        outer, inner = weight.shape
+        self._module: Any = te.LayerNormLinear(
+            inner, outer, eps=eps, bias=False, normalization="RMSNorm", params_dtype=weight.dtype, device="meta"
+        )
+        _prepare(self._module, recipe, states, 1)
+        self._placeholders = dict(self._module._parameters)
+
+    def __call__(self, weight: Tensor, norm_weight: Tensor, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]; the norm's weight is [I]."""
+        module = self._module
+        (seen,), store = stand_ins(weight, partial(_linear_job, weight.dtype))
+        if store is not NO_STORE and FP8GlobalStateManager.is_fp8_enabled():
+            # This module would take what it is given for quantised; told of nothing, it quantises what it saved.
+            _rebuild_for_backward((seen,), weight.detach(), _nothing, weight.detach())
+        module._parameters.update(weight=seen, layer_norm_weight=norm_weight)
+        module.__dict__["wgrad_store"] = store
+        try:
+            result: Tensor = module(x)
+        finally:
+            module._parameters.update(self._placeholders)
             module.__dict__["wgrad_store"] = NO_STORE
         return result
 
@@ -140,6 +175,10 @@ def _as_it_is(matrices: list[Tensor]) -> list[Any]:
     return matrices
 
 
+def _nothing(matrices: list[Tensor]) -> list[Any]:
+    return [None] * len(matrices)
+
+
 def _quantised(module: Any, matrices: list[Tensor]) -> list[Any]:
     """Weights of a grouped product as its input gradient needs them: by columns only."""
     first, stride = module._offsets["weight"], module._num_fp8_tensors_per_gemm["fwd"]
@@ -165,7 +204,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _linear_job(dtype: torch.dtype, objects: Sequence[Any], function: Callable[..., Any]) -> Job:
-    """te.Linear puts [input, output gradient] and a function of both that returns (gradient, None)."""
+    """A module of one matrix puts [input, output gradient] and a function of both that returns (gradient, None)."""
     tensors, restore = flat(objects)
 
     def compute(*plain: Tensor | None) -> Tensor:

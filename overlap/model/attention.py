@@ -16,7 +16,7 @@ from overlap.model.config import Attention, ModelConfig
 from overlap.model.fused import fused
 from overlap.model.latent_heads import turned
 from overlap.model.linear import Linear
-from overlap.model.norm import RMSNorm
+from overlap.model.norm import NormThenLinear, RMSNorm
 from overlap.model.rope import Rotary
 from overlap.model.sequences import Sequences
 from recompute.inner import rebuild
@@ -64,6 +64,7 @@ class LatentAttention(nn.Module):
         self.latent = Linear(config.hidden, config.kv_rank + config.rope_dim)
         self.latent_norm = RMSNorm(config.kv_rank, config.norm_eps)
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
+        self.normed = NormThenLinear()
         self.core = CoreAttention()
         self.output = Linear(config.heads * config.value_dim, config.hidden)
 
@@ -87,10 +88,14 @@ class LatentAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """From what the first projections give, [B*S, ...], to query, key and value [B, H, S, d]; `shape` is B, S."""
         config = self.config
-        queries = self.query[2](self.query[1](down)) if isinstance(self.query, nn.Sequential) else self.query(down)
+        queries = (
+            self.normed(self.query[1], self.query[2], down)
+            if isinstance(self.query, nn.Sequential)
+            else self.query(down)
+        )
         latent, k_rope = _split(latent, config.rope_dim)
         # once for both passes of the norm, whose kernels want whole rows
-        expanded = self.key_value(self.latent_norm(latent.contiguous()))
+        expanded = self.normed(self.latent_norm, self.key_value, latent.contiguous())
         make = turned if fused(queries) else self._turned
         return make(self.rotary, positions, queries, expanded, k_rope, (*shape, config.heads))
 

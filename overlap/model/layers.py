@@ -19,7 +19,7 @@ from overlap.model.dropout import dropout
 from overlap.model.experts import GroupedExperts, SwiGLU
 from overlap.model.graph_only import second_form
 from overlap.model.norm import RMSNorm
-from overlap.model.permute import permute, reorder, take_rows, unpermute, unpermute_adjoint
+from overlap.model.permute import Permutation, reorder, take_rows
 from overlap.model.residual import make_residual
 from overlap.model.rope import Rotary
 from overlap.model.router import Router
@@ -226,6 +226,7 @@ class MoELayer(nn.Module):
         self.transport = transport
         self.attn = AttentionBlock(config, rotary)
         self.router = Router(config)
+        self.permutation = Permutation()
         self.experts = GroupedExperts(
             config.experts, config.hidden, config.expert_width, transport.held(config.experts)
         )
@@ -281,7 +282,7 @@ class MoELayer(nn.Module):
         routed = self.router(flat, choice) if mask is None else self.router(flat, choice, padding=mask.flatten())
         probs, routing, losses = routed
         shared_input = (ffn_input,) if self.config.shared_width else ()
-        tokens = permute(flat, routing)
+        tokens = self.permutation.permute(flat, routing)
         return (tokens, reorder(probs, routing), *carried, *shared_input, *losses, routing, routing.counts)
 
     def apply_experts(self, rows: Tensor, probs: Tensor, arrival: Arrival, *, graph_only: bool = False) -> Tensor:
@@ -301,7 +302,7 @@ class MoELayer(nn.Module):
         """Sum each token's rows [N, C] and the shared expert's output, merge into the residual state."""
         residual = self.attn.ffn_residual
         carried, shared = others[: len(residual.carried)], others[len(residual.carried) :]
-        update = unpermute(combined, routing).view(*carried[0].shape[:2], combined.shape[-1])
+        update = self.permutation.unpermute(combined, routing).view(*carried[0].shape[:2], combined.shape[-1])
         for output in shared:
             update = update + output
         return residual.merge(update, *carried)
@@ -313,7 +314,7 @@ class MoELayer(nn.Module):
         if grad is None:
             return (None,) * (3 + len(self.shared))
         update = dropout(grad, self.config.dropout, training=self.training)
-        rows = unpermute_adjoint(update.flatten(0, 1), routing)
+        rows = self.permutation.unpermute_adjoint(update.flatten(0, 1), routing)
         return (rows, None, grad, *(update for _ in self.shared))
 
     def _build_attn(

@@ -18,3 +18,15 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width], same type."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class NormThenLinear(nn.Module):
+    """A norm and the one product that reads it; a backend may put what does both at once in its place.
+
+    It holds neither: parameters stay where they are.
+    """
+
+    def forward(self, norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
+        """[..., I] -> [..., O]."""
+        result: Tensor = linear(norm(x))
+        return result

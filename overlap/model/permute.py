@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from overlap.dispatch import Routing
@@ -38,6 +38,22 @@ def reorder(weights: Tensor, routing: Routing) -> Tensor:
 def unpermute_adjoint(grad: Tensor, routing: Routing) -> Tensor:
     """Gradient of unpermute()'s rows: [T, C] -> [N, C]."""
     return _select(grad, routing.token, routing.capacity is not None)
+
+
+class Permutation(nn.Module):
+    """The first of these as a layer uses them; a backend may put its own in this place."""
+
+    def permute(self, tokens: Tensor, routing: Routing) -> Tensor:
+        """[T, C] -> [N, C]."""
+        return permute(tokens, routing)
+
+    def unpermute(self, rows: Tensor, routing: Routing) -> Tensor:
+        """[N, C] -> [T, C]."""
+        return unpermute(rows, routing)
+
+    def unpermute_adjoint(self, grad: Tensor, routing: Routing) -> Tensor:
+        """[T, C] -> [N, C]."""
+        return unpermute_adjoint(grad, routing)
 
 
 def take_rows(rows: Tensor, order: Tensor, inverse: Tensor, *, graph_only: bool = False) -> Tensor:

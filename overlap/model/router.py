@@ -114,7 +114,7 @@ class Router(WideBuffers):
         """What forward() does with the logits, by a kernel of our own."""
         config = self.config
         if pinned is None:
-            pinned = make_routing(self._choose(self._scores(logits.detach())), config.experts, padding, config.capacity)
+            pinned = make_routing(self._pick(logits.detach()), config.experts, padding, config.capacity)
         probs, aux, z = scored(logits, pinned, padding, config)
         losses = {"aux": aux, "z": z}
         return Routed(probs, pinned, tuple(losses[name] for name in self.loss_names))
@@ -142,6 +142,10 @@ class Router(WideBuffers):
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.sigmoid() if self.config.score is Score.SIGMOID else logits.softmax(-1)
+
+    def _pick(self, logits: Tensor) -> Tensor:
+        """What a backend may do at once: [T, E] -> [T, k] int64."""
+        return self._choose(self._scores(logits))
 
     def _choose(self, scores: Tensor) -> Tensor:
         """[T, E] -> [T, k] int64."""

@@ -17,7 +17,7 @@ from tests.backends.te_stand_in import install, recipe, stand_in
 def test_experts_leave_their_second_product_out(monkeypatch):
     """The graph is the same, and without one the numbers are those of a recorded pass."""
     _, load = install(monkeypatch)
-    products = stand_in(GroupedProduct=MagicMock, Product=MagicMock)
+    products = stand_in(GroupedProduct=MagicMock, NormProduct=MagicMock, Product=MagicMock)
     monkeypatch.setitem(sys.modules, "overlap.backends.te_products", products)
     monkeypatch.setitem(sys.modules, "overlap.backends.te_layers", products)
     del sys.modules["overlap.backends.te_layers"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -72,11 +73,15 @@ CASES: dict[str, tuple[RecomputeConfig, bool, dict[str, Any]]] = {
     "padding": (UNIFORM1, False, {"padding": True}),
     "selective-moe-act": (RecomputeConfig.selective("moe_act"), False, {}),
     "selective-attention": (RecomputeConfig.selective("core_attn", "layernorm", "mla_up_proj"), True, {}),
+    "latent-query": (UNIFORM1, True, {"q_rank": 64}),
+    "selective-latent-query": (RecomputeConfig.selective("layernorm", "mla_up_proj"), True, {"q_rank": 64}),
 }
 CORE_PRECISIONS = ("bf16", "block", "current", "delayed")
 CORE_CASES = ("uniform1", "uniform2", "block2", "hidden1", "delayed-wgrad", "mhc4", "dropout", "attention-dropout")
 MIXED_CASES = ("uniform1", "uniform2", "block2", "hidden2", "mtp1", "mhc4", "dense", "delayed-wgrad")
 """Where it matters which layer stands first or last; a layer itself runs as it does with one precision for all."""
+MODULE_CASES = ("uniform1", "hidden1", "delayed-wgrad", "latent-query", "selective-latent-query", "selective-attention")
+MODULE_PARTS = {"TENormThenLinear", "TEPermutation", "TERouter"}
 REST = [(precision, case) for precision in CORE_PRECISIONS for case in CASES if case not in CORE_CASES]
 REST += [("block-ends-bf16", case) for case in MIXED_CASES]
 
@@ -166,7 +171,7 @@ def test_rest_equal_to_the_reference(precision, case):
     check_equal(precision, case, microbatches=2)
 
 
-@pytest.mark.parametrize("case", ["uniform1", "hidden1", "delayed-wgrad"])
+@pytest.mark.parametrize("case", MODULE_CASES)
 @pytest.mark.parametrize("precision", CORE_PRECISIONS)
 def test_modules_equal_to_the_reference(precision, case):
     """Transformer Engine's own modules, in their precision contexts."""
@@ -175,11 +180,17 @@ def test_modules_equal_to_the_reference(precision, case):
 
 def check_equal(precision: str, case: str, backend: str = "te", microbatches: int = 3) -> None:
     chunk = make_chunk(precision, case, backend)
+    check_parts(chunk, backend)
     # Scales that follow earlier steps take a step to move.
     steps = 3 if precision == "delayed" else 2
     verdict = verify(chunk, batches(chunk.module.config, steps=steps, microbatches=microbatches))
     assert verdict.equal, verdict
     assert verdict.max_live_segments <= (2 if "hidden" in case else 1)
+
+
+def check_parts(chunk: ModelChunk, backend: str) -> None:
+    if backend == "te-modules":
+        assert {type(module).__name__ for module in chunk.modules()} >= MODULE_PARTS
 
 
 @pytest.mark.parametrize("name", ["no_rng", "unpinned_routing", "double_effects", "swap_slots", "drop_bridge"])
@@ -303,8 +314,9 @@ def test_what_is_saved_in_8_bits_lets_its_input_go():
 
 def test_weight_gradients_that_wait_are_seen():
     """What a delayed weight gradient waits with counts as that, quantised tensors too."""
-    for precision in ("bf16", "block"):
-        chunk = make_chunk(precision, "delayed-wgrad")
+    ways = (("te", "delayed-wgrad"), ("te-modules", "latent-query"))
+    for precision, (backend, case) in itertools.product(("bf16", "block"), ways):
+        chunk = make_chunk(precision, case, backend)
         usage = measure_step(chunk, batches(chunk.module.config)[0]).usage
         assert usage.peaks.bins[Bin.PENDING_WGRAD] > 0
 
@@ -342,6 +354,7 @@ def test_the_same_model_as_torchs(backend, precision):
         )
         for name in ("torch", backend)
     }
+    check_parts(chunks[backend], backend)
     names = [{name for name, _ in chunk.named_parameters()} for chunk in chunks.values()]
     assert names[0] == names[1]
     losses = {name: [float(item["loss"]) for item in train_step(chunk, data)] for name, chunk in chunks.items()}
