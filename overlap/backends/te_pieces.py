@@ -1,6 +1,6 @@
 """Experts a few at a time: which rows of a grouped product belong to them, and their padding.
 
-Legend: N rows sorted by expert, E experts.
+Legend: N rows sorted by expert, E experts, I and O inner and outer width.
 """
 
 from __future__ import annotations
@@ -21,6 +21,16 @@ class Rows:
     multiple: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How much is taken at a time; one expert at least."""
+
+    weights: int
+    """Most bytes of weights, as they are."""
+    rows: int | None = None
+    """Most bytes of padded rows, in and out, in the weights' type; None: any. Routing may send most rows to a few."""
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """Experts that are taken together."""
@@ -28,6 +38,8 @@ class Piece:
     experts: slice
     rows: slice
     """Of all of them."""
+    given: Rows
+    """Of these experts."""
     busy: tuple[int, ...]
     """Those that have rows, counted from the piece's first."""
     splits: tuple[int, ...]
@@ -66,30 +78,52 @@ class Piece:
         return list(x.split_with_sizes(self.cuts)[::2])
 
 
-def pieces(weight: Tensor, given: Rows, most_bytes: int) -> Sequence[Piece]:
-    """Cut experts [E, ...] into pieces of at most `most_bytes` of weights, of one expert at least."""
-    return _cut(given, max(most_bytes * len(weight) // max(weight.nbytes, 1), 1))
+def pieces(weight: Tensor, given: Rows, limits: Limits) -> Sequence[Piece]:
+    """Cut experts with matrices like [E, O, I] into pieces.
+
+    Args:
+        weight: Tells how large a matrix is.
+        given: The experts' rows.
+        limits: Of a piece.
+    """
+    matrix = max(weight.nbytes // len(weight), 1)
+    row = sum(weight.shape[1:]) * weight.element_size()
+    return _cut(given, limits.weights // matrix, None if limits.rows is None else limits.rows // row)
 
 
 @lru_cache(maxsize=64)
-def _cut(given: Rows, step: int) -> Sequence[Piece]:
-    """Pieces of `step` experts. Both products, their replay and their backward ask for the same ones."""
-    result, row = [], 0
-    for first in range(0, len(given.splits), step):
-        part = given.splits[first : first + step]
-        end = row + sum(part)
-        busy = tuple(place for place, rows in enumerate(part) if rows)
-        counts = tuple(part[place] for place in busy)
-        padded = tuple(-(-rows // given.multiple) * given.multiple for rows in counts)
-        cuts = tuple(rows for one, whole in zip(counts, padded, strict=True) for rows in (one, whole - one))
-        result.append(Piece(slice(first, first + len(part)), slice(row, end), busy, counts, padded, cuts))
-        row = end
+def _cut(given: Rows, most_experts: int, most_rows: int | None) -> Sequence[Piece]:
+    """Both products, their replay and their backward ask for the same pieces."""
+    result: list[Piece] = []
+    first = held = 0
+    for place, rows in enumerate(_padded(given)):
+        many = most_rows is not None and held > 0 and rows > 0 and held + rows > most_rows
+        if many or (place > first and place - first >= most_experts):
+            result.append(_piece(given, slice(first, place), result))
+            first, held = place, 0
+        held += rows
+    if first < len(given.splits):
+        result.append(_piece(given, slice(first, len(given.splits)), result))
     return tuple(result)
 
 
-def busy_pieces(weight: Tensor, given: Rows, most_bytes: int) -> list[Piece]:
+def _padded(given: Rows) -> list[int]:
+    return [-(-rows // given.multiple) * given.multiple for rows in given.splits]
+
+
+def _piece(given: Rows, experts: slice, before: Sequence[Piece]) -> Piece:
+    theirs = Rows(given.splits[experts], given.multiple)
+    start = before[-1].rows.stop if before else 0
+    busy = tuple(place for place, rows in enumerate(theirs.splits) if rows)
+    counts = tuple(theirs.splits[place] for place in busy)
+    padded = tuple(rows for rows in _padded(theirs) if rows)
+    cuts = tuple(rows for one, whole in zip(counts, padded, strict=True) for rows in (one, whole - one))
+    return Piece(experts, slice(start, start + sum(counts)), theirs, busy, counts, padded, cuts)
+
+
+def busy_pieces(weight: Tensor, given: Rows, limits: Limits) -> list[Piece]:
     """Those that have rows."""
-    return [piece for piece in pieces(weight, given, most_bytes) if piece.busy]
+    return [piece for piece in pieces(weight, given, limits) if piece.busy]
 
 
 def to_fill(x: Tensor, width: int, splits: Sequence[int]) -> Tensor:

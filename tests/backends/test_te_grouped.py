@@ -30,6 +30,15 @@ def in_columns(kind: str) -> int:
     return 4 if kind == "block" else 8
 
 
+def limit_pieces(patch: pytest.MonkeyPatch, load: Any, weight: Tensor, experts: int, rows: int | None) -> None:
+    """Take that many experts and rows at a time, and of them that many weights, or half."""
+    limits, matrix = load("te_pieces").Limits, weight[0].nbytes
+    nbytes = None if rows is None else rows * sum(weight.shape[1:]) * weight.element_size()
+    for module, name in (("te_backward", "_PIECE"), ("te_grouped", "_FORWARD"), ("te_grouped", "_FIRST_PASS")):
+        patch.setattr(load(module), name, limits(weights=experts * matrix, rows=nbytes))
+    patch.setattr(load("te_backward"), "_PART", limits(weights=-(-experts // 2) * matrix))
+
+
 def run(call: Any, weight: nn.Parameter, x: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
     """Output, input gradient and weight gradient: at once, in a W slot, or added in place."""
     leaf = x.detach().requires_grad_()
@@ -102,10 +111,8 @@ def test_grouped(engine, kind, multiple, unused, splits, monkeypatch):
             for (grad, _), matrix in zip(pairs, weight.unbind(0), strict=True)
         ]
     )
-    for piece in (1, 2 * weight[0].nbytes, 2**30):
-        monkeypatch.setattr(load("te_backward"), "_BYTES", piece)
-        for name in ("_FORWARD_BYTES", "_FIRST_PASS_BYTES"):
-            monkeypatch.setattr(module, name, 2 * weight[0].nbytes)
+    for matrices, rows in ((1, None), (2, None), (4, None), (4, 8)):
+        limit_pieces(monkeypatch, load, weight, matrices, rows)
         for how in ("now", "late", "in place"):
             y, grad_x, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
             assert torch.equal(y, want)
@@ -145,14 +152,13 @@ def test_no_weight_and_no_rows_are_kept(engine):
     del y
 
 
-@pytest.mark.parametrize(("experts_a_piece", "most"), [(1, 6), (4, 12)])
+@pytest.mark.parametrize(("experts_a_piece", "most"), [(1, 6), (4, 10)])
 def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
-    """Kept inputs of four experts, and of one piece the weights and the gradient (or the next input) beside them."""
+    """Kept inputs of four experts, and beside them the gradient of one piece and the weights of half of it."""
     tex, load = engine
     module = load("te_grouped")
     weight = nn.Parameter(torch.randn(4, 6, 5))
-    monkeypatch.setattr(module, "_FORWARD_BYTES", experts_a_piece * weight[0].nbytes)
-    monkeypatch.setattr(load("te_backward"), "_BYTES", experts_a_piece * weight[0].nbytes)
+    limit_pieces(monkeypatch, load, weight, experts_a_piece, None)
     product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     gc.collect()
     Quantised.alive.clear()
@@ -165,13 +171,39 @@ def test_pieces(engine):
     module = load("te_pieces")
     pieces = module.pieces
     weight = torch.empty(5, 2, 2)
-    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), 2 * weight[0].nbytes)
+    two = module.Limits(weights=2 * weight[0].nbytes)
+    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), two)
     assert [piece.splits for piece in found] == [(1,), (2,), ()]
     assert [piece.padded for piece in found] == [(4,), (4,), ()]
     assert [piece.busy for piece in found] == [(0,), (0,), ()]
     assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
-    assert len(pieces(weight, module.Rows((1,) * 5, 4), 1)) == 5
+    assert [piece.given.splits for piece in found] == [(1, 0), (2, 0), (0,)]
+    assert len(pieces(weight, module.Rows((1,) * 5, 4), module.Limits(weights=1))) == 5
+
+
+@pytest.mark.parametrize(
+    ("splits", "experts"),
+    [
+        ((4, 4, 4, 4, 4), [2, 2, 1]),
+        ((9, 1, 0, 0, 1), [1, 4]),
+        ((1, 9, 0, 0, 8), [1, 3, 1]),
+        ((0, 0, 0, 1, 4), [5]),
+        ((5, 1, 1, 1, 1), [1, 2, 2]),
+        ((0, 0, 0, 0, 0), [5]),
+    ],
+)
+def test_a_piece_ends_where_its_rows_are_too_many(engine, splits, experts):
+    """Padded ones count; an expert is never cut, and one without rows costs none."""
+    _, load = engine
+    module = load("te_pieces")
+    weight = torch.empty(5, 2, 3)
+    # Rows of 2 in and 3 out: 8 of them at most.
+    found = module.pieces(weight, module.Rows(splits, 4), module.Limits(weights=weight.nbytes, rows=8 * 5 * 4))
+    assert [len(piece.given.splits) for piece in found] == experts
+    assert [expert for piece in found for expert in range(piece.experts.start, piece.experts.stop)] == list(range(5))
+    assert [row for piece in found for row in range(piece.rows.start, piece.rows.stop)] == list(range(sum(splits)))
+    assert tuple(rows for piece in found for rows in piece.given.splits) == splits
 
 
 def test_workspaces_are_one(engine):
