@@ -4,7 +4,7 @@ NOTE [ Large tensors of a piece ]
 1. The output gradient of a piece is padded and cast once, for both products that read it.
 2. Then the weight gradient is made and added, and let go; the output gradient's columns and the inputs, which only it
    reads, go too. Then weights are cast and the input gradient is made. So a piece's weight gradient and its weights in
-   8 bits are never there together. Both are made of parts of the piece, since they can be larger than its rows.
+   8 bits are never there together.
 3. The output gradient goes before the input gradient is taken.
 4. Each step is a function of its own: its locals are gone before the next one allocates.
 A piece ends where its weights or its rows are too many, for routing may send most rows to a few experts.
@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -38,16 +37,14 @@ from overlap.model.linear import gradient_of_weight
 from recompute.wgrad import puts_off
 
 _PIECE = Limits(weights=48 * 2**20, rows=32 * 2**20)
-"""Experts whose rows are cast together."""
-_PART = Limits(weights=24 * 2**20)
-"""Those of them whose weights are cast, or whose weight gradient is there, at a time; a weight gradient is as large."""
+"""Experts that are taken together; a weight gradient is as large as the weight."""
 
 Inputs = Callable[[Piece], list[Any]]
 """The quantised inputs of a piece's experts, with columns."""
 Take = Callable[[Piece, Tensor], None]
 """Takes a piece's input gradient, [sum of padded, I]. Called after the piece's inputs were asked for."""
-Write = Callable[[Tensor, Sequence[Any], Sequence[Any], Sequence[Piece]], None]
-"""Fills, or adds to, some experts' part of a weight gradient; see fill()."""
+Write = Callable[[Tensor, Sequence[Any], Sequence[Any], Piece], None]
+"""Fills a piece's part of a weight gradient, or adds to it; see fill()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +112,12 @@ class Backward:
 
     def _weight_gradient(self, piece: Piece, target: Tensor, write: Write) -> list[Any]:
         """Write the piece's part of [E, O, I]; returns the cast output gradient as the input gradient reads it."""
-        parts = pieces(self.weight, piece.given, _PART)
         if not piece.busy:
-            write(target[piece.experts], [], [], parts)
+            write(target[piece.experts], [], [], piece)
             return []
         inputs = self.inputs(piece)
         read = self._cast(piece, columns=True)
-        write(target[piece.experts], inputs, read, parts)
+        write(target[piece.experts], inputs, read, piece)
         if self.take is not None:
             keep_rows(read)
         return read
@@ -142,19 +138,10 @@ class Backward:
         self.take(piece, made)
 
     def _input_gradient(self, piece: Piece, read: list[Any]) -> Tensor:
+        made = cast_weights(self.weight, self.casts, piece.experts, piece.busy, columns=True)
         result = self.grad.new_empty(sum(piece.padded), self.weight.shape[2])
-        left, row = iter(read), 0
-        for part in busy_pieces(self.weight, piece.given, _PART):
-            end = row + sum(part.padded)
-            self._multiply(piece, part, list(islice(left, len(part.busy))), result[row:end])
-            row = end
+        multiply_each(made, read, [result], piece.padded, INPUT_GRADIENT)
         return result
-
-    def _multiply(self, piece: Piece, part: Piece, read: list[Any], out: Tensor) -> None:
-        first = piece.experts.start
-        experts = slice(first + part.experts.start, first + part.experts.stop)
-        made = cast_weights(self.weight, self.casts, experts, part.busy, columns=True)
-        multiply_each(made, read, [out], part.padded, INPUT_GRADIENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,51 +160,36 @@ class _Late:
         return out.to(dtype)
 
     def add(self, into: Tensor, *plain: Any) -> None:
-        """Add it to [E, O, I] a part at a time."""
+        """Add it to [E, O, I] a piece at a time, where there are rows."""
         self._write(plain, into, partial(add, self.dtype))
 
     def _write(self, plain: Sequence[Any], target: Tensor, write: Write) -> None:
-        whole = self.restore(*plain)
-        half = len(whole) // 2
-        write(target, whole[:half], whole[half:], pieces(self.weight, self.given, _PART))
+        whole, place = self.restore(*plain), 0
+        inputs, gradients = whole[: len(whole) // 2], whole[len(whole) // 2 :]
+        for piece in pieces(self.weight, self.given, _PIECE):
+            theirs = slice(place, place + len(piece.busy))
+            write(target[piece.experts], inputs[theirs], gradients[theirs], piece)
+            place = theirs.stop
 
 
-def fill(out: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], parts: Sequence[Piece]) -> None:
-    """Weight gradients of some experts, zeros for those without rows.
+def fill(out: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], piece: Piece) -> None:
+    """Weight gradients of a piece's experts, zeros for those without rows.
 
     Args:
         out: [experts, O, I].
         inputs: Quantised, with columns, of those that have rows.
         gradients: The same of the output gradient.
-        parts: Of these experts; one group of products each.
+        piece: The experts.
     """
-    place = 0
-    for part in parts:
-        theirs = slice(place, place + len(part.busy))
-        _fill(out[part.experts], inputs[theirs], gradients[theirs], part)
-        place = theirs.stop
-
-
-def add(
-    dtype: torch.dtype, into: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], parts: Sequence[Piece]
-) -> None:
-    """Add what fill() makes, in `dtype`, a part at a time: one that has no rows adds nothing."""
-    place = 0
-    for part in parts:
-        theirs = slice(place, place + len(part.busy))
-        if part.busy:
-            _add(dtype, into[part.experts], inputs[theirs], gradients[theirs], part)
-        place = theirs.stop
-
-
-def _add(dtype: torch.dtype, into: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], part: Piece) -> None:
-    out = torch.empty(into.shape, dtype=dtype, device=into.device)
-    _fill(out, inputs, gradients, part)
-    into += out.to(into.dtype)
-
-
-def _fill(out: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], part: Piece) -> None:
-    if len(part.busy) < len(out):
+    if len(piece.busy) < len(out):
         out.zero_()
-    if part.busy:
-        multiply_each(inputs, gradients, [out[place] for place in part.busy], part.padded, WEIGHT_GRADIENT)
+    if piece.busy:
+        multiply_each(inputs, gradients, [out[place] for place in piece.busy], piece.padded, WEIGHT_GRADIENT)
+
+
+def add(dtype: torch.dtype, into: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], piece: Piece) -> None:
+    """Add what fill() makes, in `dtype`; nothing where there are no rows."""
+    if piece.busy:
+        out = torch.empty(into.shape, dtype=dtype, device=into.device)
+        fill(out, inputs, gradients, piece)
+        into += out.to(into.dtype)

@@ -38,8 +38,6 @@ class Piece:
     experts: slice
     rows: slice
     """Of all of them."""
-    given: Rows
-    """Of these experts."""
     busy: tuple[int, ...]
     """Those that have rows, counted from the piece's first."""
     splits: tuple[int, ...]
@@ -96,7 +94,7 @@ def _cut(given: Rows, most_experts: int, most_rows: int | None) -> Sequence[Piec
     """Both products, their replay and their backward ask for the same pieces."""
     result: list[Piece] = []
     first = held = 0
-    for place, rows in enumerate(_padded(given)):
+    for place, rows in enumerate(_padded(given.splits, given.multiple)):
         many = most_rows is not None and held > 0 and rows > 0 and held + rows > most_rows
         if many or (place > first and place - first >= most_experts):
             result.append(_piece(given, slice(first, place), result))
@@ -107,18 +105,17 @@ def _cut(given: Rows, most_experts: int, most_rows: int | None) -> Sequence[Piec
     return tuple(result)
 
 
-def _padded(given: Rows) -> list[int]:
-    return [-(-rows // given.multiple) * given.multiple for rows in given.splits]
+def _padded(splits: Sequence[int], multiple: int) -> list[int]:
+    return [-(-rows // multiple) * multiple for rows in splits]
 
 
 def _piece(given: Rows, experts: slice, before: Sequence[Piece]) -> Piece:
-    theirs = Rows(given.splits[experts], given.multiple)
-    start = before[-1].rows.stop if before else 0
-    busy = tuple(place for place, rows in enumerate(theirs.splits) if rows)
-    counts = tuple(theirs.splits[place] for place in busy)
-    padded = tuple(rows for rows in _padded(theirs) if rows)
+    theirs, start = given.splits[experts], before[-1].rows.stop if before else 0
+    busy = tuple(place for place, rows in enumerate(theirs) if rows)
+    counts = tuple(theirs[place] for place in busy)
+    padded = tuple(rows for rows in _padded(theirs, given.multiple) if rows)
     cuts = tuple(rows for one, whole in zip(counts, padded, strict=True) for rows in (one, whole - one))
-    return Piece(experts, slice(start, start + sum(counts)), theirs, busy, counts, padded, cuts)
+    return Piece(experts, slice(start, start + sum(counts)), busy, counts, padded, cuts)
 
 
 def busy_pieces(weight: Tensor, given: Rows, limits: Limits) -> list[Piece]:

@@ -31,12 +31,11 @@ def in_columns(kind: str) -> int:
 
 
 def limit_pieces(patch: pytest.MonkeyPatch, load: Any, weight: Tensor, experts: int, rows: int | None) -> None:
-    """Take that many experts and rows at a time, and of them that many weights, or half."""
+    """Take that many experts and rows at a time."""
     limits, matrix = load("te_pieces").Limits, weight[0].nbytes
     nbytes = None if rows is None else rows * sum(weight.shape[1:]) * weight.element_size()
     for module, name in (("te_backward", "_PIECE"), ("te_grouped", "_FORWARD"), ("te_grouped", "_FIRST_PASS")):
         patch.setattr(load(module), name, limits(weights=experts * matrix, rows=nbytes))
-    patch.setattr(load("te_backward"), "_PART", limits(weights=-(-experts // 2) * matrix))
 
 
 def run(call: Any, weight: nn.Parameter, x: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +151,9 @@ def test_no_weight_and_no_rows_are_kept(engine):
     del y
 
 
-@pytest.mark.parametrize(("experts_a_piece", "most"), [(1, 6), (4, 10)])
+@pytest.mark.parametrize(("experts_a_piece", "most"), [(1, 6), (4, 12)])
 def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
-    """Kept inputs of four experts, and beside them the gradient of one piece and the weights of half of it."""
+    """Kept inputs of four experts, and of one piece the weights and the gradient (or the next input) beside them."""
     tex, load = engine
     module = load("te_grouped")
     weight = nn.Parameter(torch.randn(4, 6, 5))
@@ -178,7 +177,6 @@ def test_pieces(engine):
     assert [piece.busy for piece in found] == [(0,), (0,), ()]
     assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
-    assert [piece.given.splits for piece in found] == [(1, 0), (2, 0), (0,)]
     assert len(pieces(weight, module.Rows((1,) * 5, 4), module.Limits(weights=1))) == 5
 
 
@@ -200,10 +198,10 @@ def test_a_piece_ends_where_its_rows_are_too_many(engine, splits, experts):
     weight = torch.empty(5, 2, 3)
     # Rows of 2 in and 3 out: 8 of them at most.
     found = module.pieces(weight, module.Rows(splits, 4), module.Limits(weights=weight.nbytes, rows=8 * 5 * 4))
-    assert [len(piece.given.splits) for piece in found] == experts
+    assert [piece.experts.stop - piece.experts.start for piece in found] == experts
     assert [expert for piece in found for expert in range(piece.experts.start, piece.experts.stop)] == list(range(5))
     assert [row for piece in found for row in range(piece.rows.start, piece.rows.stop)] == list(range(sum(splits)))
-    assert tuple(rows for piece in found for rows in piece.given.splits) == splits
+    assert [piece.splits for piece in found] == [tuple(rows for rows in splits[p.experts] if rows) for p in found]
 
 
 def test_workspaces_are_one(engine):

@@ -117,7 +117,7 @@ def test_a_gradient_in_8_bits_lives_as_long_as_it_is_read(engine, kind, monkeypa
     Quantised.alive.clear()
     probs = torch.rand(14)
     run(lambda x: product.activated(weight, x * 1, probs, [3, 4, 2, 5]), weight, torch.randn(14, 10), "in place")
-    assert beside_weights == [(False, True)] * 2 * 4
+    assert beside_weights == [(False, True)] * 2 * 2
     assert taken == [0, 0]
 
 
