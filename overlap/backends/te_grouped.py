@@ -184,9 +184,10 @@ def _product_piece(rows: Tensor, weight: Tensor, out: Tensor, casts: Casts, piec
     """
     read = _cast(piece.spread(rows), casts, piece, rows=True, columns=keeps)
     made = cast_weights(weight, casts, piece.experts, piece.busy, columns=False)
-    whole = out.new_empty(sum(piece.padded), out.shape[1]) if piece.pads else out[piece.rows]
+    place = piece.place(out)
+    whole = out.new_empty(sum(piece.padded), out.shape[1]) if place is None else place
     multiply_each(made, read, [whole], piece.padded, FORWARD, accurate=casts.accurate_forward)
-    if piece.pads:
+    if place is None:
         piece.unpad(whole, out)
     if not keeps:
         return []

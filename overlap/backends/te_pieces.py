@@ -46,11 +46,21 @@ class Piece:
     """The same with padding."""
     cuts: tuple[int, ...]
     """Rows, padding, rows, padding, and so on."""
+    behind: int
+    """Rows of later pieces."""
 
     @property
     def pads(self) -> bool:
         """Whether there is padding."""
         return self.splits != self.padded
+
+    def place(self, out: Tensor) -> Tensor | None:
+        """Where in [N, ...] a product may write padded rows as they are; None: nowhere.
+
+        One expert's padding falls on rows of later pieces, which must be written after it.
+        """
+        fits = not self.pads or (len(self.busy) == 1 and self.padded[0] - self.splits[0] <= self.behind)
+        return out[self.rows.start : self.rows.start + sum(self.padded)] if fits else None
 
     def pad(self, x: Tensor) -> Tensor:
         """The piece's rows of [N, ...], zeros after each expert's."""
@@ -115,7 +125,8 @@ def _piece(given: Rows, experts: slice, before: Sequence[Piece]) -> Piece:
     counts = tuple(theirs[place] for place in busy)
     padded = tuple(rows for rows in _padded(theirs, given.multiple) if rows)
     cuts = tuple(rows for one, whole in zip(counts, padded, strict=True) for rows in (one, whole - one))
-    return Piece(experts, slice(start, start + sum(counts)), busy, counts, padded, cuts)
+    behind = sum(given.splits[experts.stop :])
+    return Piece(experts, slice(start, start + sum(counts)), busy, counts, padded, cuts, behind)
 
 
 def busy_pieces(weight: Tensor, given: Rows, limits: Limits) -> list[Piece]:

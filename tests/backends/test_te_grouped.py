@@ -204,6 +204,28 @@ def test_a_piece_ends_where_its_rows_are_too_many(engine, splits, experts):
     assert [piece.splits for piece in found] == [tuple(rows for rows in splits[p.experts] if rows) for p in found]
 
 
+@pytest.mark.parametrize(
+    ("splits", "writes"),
+    [
+        ((3, 1, 4), [True, True, True]),
+        # One row too few behind it; and rows of no expert must stay zeros.
+        ((4, 2, 1), [True, False, False]),
+        ((3, 0, 1), [True, False]),
+    ],
+)
+def test_padding_of_one_expert_falls_on_rows_that_are_written_later(engine, splits, writes):
+    _, load = engine
+    module = load("te_pieces")
+    weight, out = torch.empty(3, 2, 2), torch.zeros(16, 2)
+    found = module.busy_pieces(weight, module.Rows(splits, 4), module.Limits(weights=1))
+    places = [piece.place(out) for piece in found]
+    assert [place is not None for place in places] == writes
+    for piece, place in zip(found, places, strict=True):
+        assert place is None or (len(place), place.data_ptr()) == (4, out[piece.rows.start :].data_ptr())
+    (both, *_) = module.pieces(weight, module.Rows((3, 1, 4), 4), module.Limits(weights=2 * weight[0].nbytes))
+    assert both.place(out) is None
+
+
 def test_workspaces_are_one(engine):
     """Groups run in parts of the workspace that plain products use."""
     _, load = engine
