@@ -12,6 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+_ALIGNMENT = 256
+"""Bytes; what a product's kernel may be chosen by. Padded rows of several experts keep to it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -57,10 +60,13 @@ class Piece:
     def place(self, out: Tensor) -> Tensor | None:
         """Where in [N, ...] a product may write padded rows as they are; None: nowhere.
 
-        One expert's padding falls on rows of later pieces, which must be written after it.
+        One expert's padding falls on rows of later pieces, which must be written after it. Nowhere too where memory of
+        its own would be aligned better: kernels are chosen by that, and a replay, cut otherwise, must get the same.
         """
         fits = not self.pads or (len(self.busy) == 1 and self.padded[0] - self.splits[0] <= self.behind)
-        return out[self.rows.start : self.rows.start + sum(self.padded)] if fits else None
+        place = out[self.rows.start : self.rows.start + sum(self.padded)]
+        aligned = place.storage_offset() * place.element_size() % _ALIGNMENT == 0
+        return place if fits and aligned else None
 
     def pad(self, x: Tensor) -> Tensor:
         """The piece's rows of [N, ...], zeros after each expert's."""

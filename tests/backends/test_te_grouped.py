@@ -216,7 +216,7 @@ def test_a_piece_ends_where_its_rows_are_too_many(engine, splits, experts):
 def test_padding_of_one_expert_falls_on_rows_that_are_written_later(engine, splits, writes):
     _, load = engine
     module = load("te_pieces")
-    weight, out = torch.empty(3, 2, 2), torch.zeros(16, 2)
+    weight, out = torch.empty(3, 2, 2), torch.zeros(16, 64)
     found = module.busy_pieces(weight, module.Rows(splits, 4), module.Limits(weights=1))
     places = [piece.place(out) for piece in found]
     assert [place is not None for place in places] == writes
@@ -224,6 +224,8 @@ def test_padding_of_one_expert_falls_on_rows_that_are_written_later(engine, spli
         assert place is None or (len(place), place.data_ptr()) == (4, out[piece.rows.start :].data_ptr())
     (both, *_) = module.pieces(weight, module.Rows((3, 1, 4), 4), module.Limits(weights=2 * weight[0].nbytes))
     assert both.place(out) is None
+    narrow = torch.zeros(16, 63)
+    assert [piece.place(narrow) is None for piece in found[:2]] == [False, True]
 
 
 def test_workspaces_are_one(engine):
