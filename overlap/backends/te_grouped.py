@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
 from overlap.backends.te_backward import Backward
 from overlap.backends.te_casts import FORWARD, Casts, cast_split, flat, keep_columns, make_casts, multiply_each
@@ -145,8 +144,7 @@ class _Activated(torch.autograd.Function):
         inner, weight, probs = ctx.saved_tensors
         casts: Casts = ctx.casts
         grad_probs = probs.new_zeros(probs.shape)
-        kept = graph_is_kept()
-        grad_inner = torch.empty_like(inner) if kept else inner.detach()
+        grad_inner = torch.empty_like(inner) if graph_is_kept() else inner.detach()
 
         def inputs(piece: Piece) -> list[Any]:
             weighted = piece.spread(_weighted(inner, probs, piece))
@@ -165,10 +163,8 @@ class _Activated(torch.autograd.Function):
         ).run(ctx)  # fmt: skip
         if not wanted:
             return None, gradient, None, None, None, None, None, None
+        # Be it of no rows, torch counts this write, as it does not our kernels': whoever has saved `inner` too is told.
         grad_inner[sum(ctx.given.splits) :] = 0
-        if not kept:
-            # Kernels of our own do not: torch tells whoever has saved it all the same.
-            increment_version(inner)
         return grad_inner, gradient, None, None, grad_probs, None, None, None
 
 

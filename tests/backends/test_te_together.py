@@ -121,8 +121,10 @@ def test_a_gradient_in_8_bits_lives_as_long_as_it_is_read(engine, kind, monkeypa
     assert taken == [0, 0]
 
 
-def test_who_saved_the_input_too_is_told(engine):
+def test_who_saved_the_input_too_is_told(engine, monkeypatch):
+    """Though kernels write past torch's count of versions."""
     _, load = engine
+    monkeypatch.setattr(load("te_grouped"), "swiglu_gradients", lambda *args: (args[-1].data.zero_(), None))
     weight = nn.Parameter(torch.randn(2, 6, 5))
     product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     inner = torch.randn(7, 10, requires_grad=True) * 1
