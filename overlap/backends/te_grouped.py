@@ -26,7 +26,7 @@ from overlap.model.swiglu import swiglu, swiglu_gradients
 
 _FIRST_PASS = Limits(weights=96 * 2**20, rows=48 * 2**20)
 """What is taken at a time without a graph."""
-_FORWARD = Limits(weights=24 * 2**20, rows=16 * 2**20)
+_FORWARD = Limits(weights=24 * 2**20, rows=20 * 2**20)
 """The same with a graph: a replay is near a step's highest point."""
 
 
