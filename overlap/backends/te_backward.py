@@ -2,9 +2,12 @@
 
 NOTE [ Large tensors of a piece ]
 1. The output gradient of a piece is padded and cast once, for both products that read it.
-2. Then the weight gradient is made and added, and let go; then weights are cast and the input gradient is made. So a
-   piece's weight gradient and its weights in 8 bits are never there together.
-3. Each step is a function of its own: its locals are gone before the next one allocates.
+2. Then the weight gradient is made and added, and let go; the output gradient's columns and the inputs, which only it
+   reads, go too. Then weights are cast and the input gradient is made. So a piece's weight gradient and its weights in
+   8 bits are never there together.
+3. The output gradient goes before the input gradient is taken.
+4. Each step is a function of its own: its locals are gone before the next one allocates.
+A piece ends where its weights or its rows are too many, for routing may send most rows to a few experts.
 Legend: N rows sorted by expert, E experts, I and O inner and outer width.
 """
 
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,20 +28,23 @@ from overlap.backends.te_casts import (
     cast_split,
     flat,
     keep_columns,
+    keep_rows,
     multiply_each,
 )
-from overlap.backends.te_pieces import Piece, Rows, busy_pieces, pieces
+from overlap.backends.te_pieces import Limits, Piece, Rows, busy_pieces, pieces
 from overlap.backends.te_together import cast_weights
 from overlap.model.linear import gradient_of_weight
 from recompute.wgrad import puts_off
 
-_BYTES = 48 * 2**20
-"""Most bytes of weights of a piece: a weight gradient is as large."""
+_PIECE = Limits(weights=48 * 2**20, rows=32 * 2**20)
+"""Experts that are taken together; a weight gradient is as large as the weight."""
 
 Inputs = Callable[[Piece], list[Any]]
 """The quantised inputs of a piece's experts, with columns."""
 Take = Callable[[Piece, Tensor], None]
 """Takes a piece's input gradient, [sum of padded, I]. Called after the piece's inputs were asked for."""
+Write = Callable[[Tensor, Sequence[Any], Sequence[Any], Piece], None]
+"""Fills a piece's part of a weight gradient, or adds to it; see fill()."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +77,7 @@ class Backward:
             The weight's gradient; None: there is none, it was added in place, or it is put off.
         """
         if not ctx.needs_input_grad[1] and not ctx.late:
-            for piece in busy_pieces(self.weight, self.given, _BYTES):
+            for piece in busy_pieces(self.weight, self.given, _PIECE):
                 self._give(piece, self._cast(piece, columns=False))
             return None
         if ctx.late or puts_off(ctx.weight):
@@ -83,10 +90,10 @@ class Backward:
         """Inputs, then output gradients, of all that have rows."""
         inputs: list[Any] = []
         gradients: list[Any] = []
-        for piece in busy_pieces(self.weight, self.given, _BYTES):
+        for piece in busy_pieces(self.weight, self.given, _PIECE):
             inputs += self.inputs(piece)
             read = self._cast(piece, columns=True)
-            self._give(piece, read)
+            self._give(piece, list(read))
             keep_columns(read)
             gradients += read
         return [*inputs, *gradients]
@@ -94,29 +101,25 @@ class Backward:
     def _compute(self, *, dtype: torch.dtype) -> Tensor:
         """[E, O, I], zeros for experts without rows."""
         out = torch.empty(self.weight.shape, dtype=self.grad.dtype, device=self.weight.device)
-        for piece in pieces(self.weight, self.given, _BYTES):
-            self._give(piece, self._fill(out[piece.experts], piece))
+        for piece in pieces(self.weight, self.given, _PIECE):
+            self._give(piece, self._weight_gradient(piece, out, fill))
         return out.to(dtype)
 
     def _add(self, into: Tensor) -> None:
         """Add it to [E, O, I]."""
-        for piece in busy_pieces(self.weight, self.given, _BYTES):
-            self._give(piece, self._add_piece(into[piece.experts], piece))
+        for piece in busy_pieces(self.weight, self.given, _PIECE):
+            self._give(piece, self._weight_gradient(piece, into, partial(add, self.grad.dtype)))
 
-    def _add_piece(self, into: Tensor, piece: Piece) -> list[Any]:
-        out = torch.empty(into.shape, dtype=self.grad.dtype, device=into.device)
-        read = self._fill(out, piece)
-        into += out.to(into.dtype)
-        return read
-
-    def _fill(self, out: Tensor, piece: Piece) -> list[Any]:
-        """The piece's weight gradient; returns the cast output gradient."""
+    def _weight_gradient(self, piece: Piece, target: Tensor, write: Write) -> list[Any]:
+        """Write the piece's part of [E, O, I]; returns the cast output gradient as the input gradient reads it."""
         if not piece.busy:
-            fill([], [], out, piece)
+            write(target[piece.experts], [], [], piece)
             return []
         inputs = self.inputs(piece)
         read = self._cast(piece, columns=True)
-        fill(inputs, read, out, piece)
+        write(target[piece.experts], inputs, read, piece)
+        if self.take is not None:
+            keep_rows(read)
         return read
 
     def _cast(self, piece: Piece, *, columns: bool) -> list[Any]:
@@ -127,10 +130,12 @@ class Backward:
         )  # fmt: skip
 
     def _give(self, piece: Piece, read: list[Any]) -> None:
-        """Make the piece's input gradient."""
+        """Make the piece's input gradient; empties the list before it is taken."""
         if self.take is None or not piece.busy:
             return
-        self.take(piece, self._input_gradient(piece, read))
+        made = self._input_gradient(piece, read)
+        read.clear()
+        self.take(piece, made)
 
     def _input_gradient(self, piece: Piece, read: list[Any]) -> Tensor:
         made = cast_weights(self.weight, self.casts, piece.experts, piece.busy, columns=True)
@@ -151,35 +156,40 @@ class _Late:
     def compute(self, *plain: Any, dtype: torch.dtype) -> Tensor:
         """[E, O, I], zeros for experts without rows."""
         out = torch.empty(self.weight.shape, dtype=self.dtype, device=self.weight.device)
-        for piece, inputs, gradients in self._pieces(plain):
-            fill(inputs, gradients, out[piece.experts], piece)
+        self._write(plain, out, fill)
         return out.to(dtype)
 
     def add(self, into: Tensor, *plain: Any) -> None:
-        """Add it to [E, O, I] a piece at a time."""
-        for piece, inputs, gradients in self._pieces(plain):
-            if piece.busy:
-                self._add_piece(into[piece.experts], piece, inputs, gradients)
+        """Add it to [E, O, I] a piece at a time, where there are rows."""
+        self._write(plain, into, partial(add, self.dtype))
 
-    def _add_piece(self, into: Tensor, piece: Piece, inputs: list[Any], gradients: list[Any]) -> None:
-        out = torch.empty(into.shape, dtype=self.dtype, device=into.device)
-        fill(inputs, gradients, out, piece)
-        into += out.to(into.dtype)
-
-    def _pieces(self, plain: Sequence[Any]) -> list[tuple[Piece, list[Any], list[Any]]]:
-        whole = self.restore(*plain)
+    def _write(self, plain: Sequence[Any], target: Tensor, write: Write) -> None:
+        whole, place = self.restore(*plain), 0
         inputs, gradients = whole[: len(whole) // 2], whole[len(whole) // 2 :]
-        result, place = [], 0
-        for piece in pieces(self.weight, self.given, _BYTES):
-            part = slice(place, place + len(piece.busy))
-            result.append((piece, inputs[part], gradients[part]))
-            place = part.stop
-        return result
+        for piece in pieces(self.weight, self.given, _PIECE):
+            theirs = slice(place, place + len(piece.busy))
+            write(target[piece.experts], inputs[theirs], gradients[theirs], piece)
+            place = theirs.stop
 
 
-def fill(inputs: Sequence[Any], gradients: Sequence[Any], out: Tensor, piece: Piece) -> None:
-    """Weight gradients of the piece's experts, zeros for those without rows: [experts of the piece, O, I]."""
+def fill(out: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], piece: Piece) -> None:
+    """Weight gradients of a piece's experts, zeros for those without rows.
+
+    Args:
+        out: [experts, O, I].
+        inputs: Quantised, with columns, of those that have rows.
+        gradients: The same of the output gradient.
+        piece: The experts.
+    """
     if len(piece.busy) < len(out):
         out.zero_()
     if piece.busy:
         multiply_each(inputs, gradients, [out[place] for place in piece.busy], piece.padded, WEIGHT_GRADIENT)
+
+
+def add(dtype: torch.dtype, into: Tensor, inputs: Sequence[Any], gradients: Sequence[Any], piece: Piece) -> None:
+    """Add what fill() makes, in `dtype`; nothing where there are no rows."""
+    if piece.busy:
+        out = torch.empty(into.shape, dtype=dtype, device=into.device)
+        fill(out, inputs, gradients, piece)
+        into += out.to(into.dtype)

@@ -113,6 +113,12 @@ def keep_columns(tensors: Sequence[Any]) -> None:
         tensor.update_usage(rowwise_usage=False, columnwise_usage=True)
 
 
+def keep_rows(tensors: Sequence[Any]) -> None:
+    """Let the columns of quantised tensors go."""
+    for tensor in tensors:
+        tensor.update_usage(rowwise_usage=True, columnwise_usage=False)
+
+
 def multiply(first: Any, second: Any, layout: str, dtype: torch.dtype, *, accurate: bool = True) -> Tensor:
     """One product of quantised matrices."""
     workspace = _workspace(torch.cuda.current_device())

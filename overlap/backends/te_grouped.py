@@ -17,16 +17,16 @@ from torch.autograd.function import once_differentiable
 
 from overlap.backends.te_backward import Backward
 from overlap.backends.te_casts import FORWARD, Casts, cast_split, flat, keep_columns, make_casts, multiply_each
-from overlap.backends.te_pieces import Piece, Rows, busy_pieces, to_fill
+from overlap.backends.te_pieces import Limits, Piece, Rows, busy_pieces, to_fill
 from overlap.backends.te_together import cast_rows, cast_weights
-from overlap.model.custom import apply
+from overlap.model.custom import apply, graph_is_kept
 from overlap.model.graph_only import placeholder
 from overlap.model.linear import LateWeight, autocast_like, graph_inputs, keep_weight
 from overlap.model.swiglu import swiglu, swiglu_gradients
 
-_FIRST_PASS_BYTES = 96 * 2**20
-"""Most bytes of weights that are taken at a time without a graph."""
-_FORWARD_BYTES = 24 * 2**20
+_FIRST_PASS = Limits(weights=96 * 2**20, rows=48 * 2**20)
+"""What is taken at a time without a graph."""
+_FORWARD = Limits(weights=24 * 2**20, rows=20 * 2**20)
 """The same with a graph: a replay is near a step's highest point."""
 
 
@@ -54,7 +54,7 @@ class Fp8GroupedProduct:
         """The product of SwiGLU's result.
 
         Backward makes that result again, a few experts at a time, and writes `inner`'s gradient over `inner`, so that
-        of both only `inner` is ever whole: nothing else may need it, and backward runs once.
+        of both only `inner` is ever whole, unless the graph is kept for another backward: nothing else may need it.
 
         Args:
             weight: [E, C, W].
@@ -85,7 +85,7 @@ class _Grouped(torch.autograd.Function):
         keeps = ctx.needs_input_grad[1] or late is not None
         out = to_fill(x, weight.shape[1], given.splits)
         kept: list[Any] = []
-        for piece in busy_pieces(weight, given, _FORWARD_BYTES if keeps else _FIRST_PASS_BYTES):
+        for piece in busy_pieces(weight, given, _FORWARD if keeps else _FIRST_PASS):
             kept += _product_piece(x[piece.rows], weight, out, casts, piece, keeps)
         plain, ctx.restore = flat(kept)
         ctx.save_for_backward(weight, *plain)
@@ -132,7 +132,7 @@ class _Activated(torch.autograd.Function):
         if graph_only:
             return placeholder(inner, inner.shape[0], weight.shape[1])
         out = to_fill(inner, weight.shape[1], given.splits)
-        for piece in busy_pieces(weight, given, _FORWARD_BYTES):
+        for piece in busy_pieces(weight, given, _FORWARD):
             _product_piece(_weighted(inner, probs, piece), weight, out, casts, piece, False)
         return out
 
@@ -144,17 +144,17 @@ class _Activated(torch.autograd.Function):
         inner, weight, probs = ctx.saved_tensors
         casts: Casts = ctx.casts
         grad_probs = probs.new_zeros(probs.shape)
-        grad_inner = inner.detach()
+        grad_inner = torch.empty_like(inner) if graph_is_kept() else inner.detach()
 
         def inputs(piece: Piece) -> list[Any]:
             weighted = piece.spread(_weighted(inner, probs, piece))
             return _cast(weighted, casts, piece, rows=False, columns=True)
 
         def take(piece: Piece, part: Tensor) -> None:
-            made, of_probs = swiglu_gradients(inner[piece.rows], probs[piece.rows], piece.gather(part))
-            grad_inner[piece.rows] = made
+            rows = piece.rows
+            _, of_probs = swiglu_gradients(inner[rows], probs[rows], piece.gather(part), grad_inner[rows])
             if of_probs is not None:
-                grad_probs[piece.rows] = of_probs
+                grad_probs[rows] = of_probs
 
         wanted = ctx.needs_input_grad[0] or ctx.needs_input_grad[4]
         gradient = Backward(
@@ -163,6 +163,7 @@ class _Activated(torch.autograd.Function):
         ).run(ctx)  # fmt: skip
         if not wanted:
             return None, gradient, None, None, None, None, None, None
+        # Be it of no rows, torch counts this write, as it does not our kernels': whoever has saved `inner` too is told.
         grad_inner[sum(ctx.given.splits) :] = 0
         return grad_inner, gradient, None, None, grad_probs, None, None, None
 
@@ -179,9 +180,10 @@ def _product_piece(rows: Tensor, weight: Tensor, out: Tensor, casts: Casts, piec
     """
     read = _cast(piece.spread(rows), casts, piece, rows=True, columns=keeps)
     made = cast_weights(weight, casts, piece.experts, piece.busy, columns=False)
-    whole = out.new_empty(sum(piece.padded), out.shape[1]) if piece.pads else out[piece.rows]
+    place = piece.place(out)
+    whole = out.new_empty(sum(piece.padded), out.shape[1]) if place is None else place
     multiply_each(made, read, [whole], piece.padded, FORWARD, accurate=casts.accurate_forward)
-    if piece.pads:
+    if place is None:
         piece.unpad(whole, out)
     if not keeps:
         return []

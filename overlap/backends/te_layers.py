@@ -68,6 +68,8 @@ class TELinear(TELayer):
         recipe: Transformer Engine's recipe.
     """
 
+    fresh = True
+
     def __init__(self, weight: nn.Parameter, recipe: Any) -> None:
         super().__init__()
         self.weight = weight
@@ -86,6 +88,8 @@ class TELinear(TELayer):
 
 class TEModuleLinear(TELinear):
     """The same by Transformer Engine's module; its recipe may be None."""
+
+    fresh = True
 
     def bind(self) -> None:
         """Make the product; one behind a norm is made when a norm is there."""

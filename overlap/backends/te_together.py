@@ -79,13 +79,10 @@ def _columns(made: dict[str, Any], storage: Any, count: int, busy: Sequence[int]
     width = -(-blocks // _SCALE_MULTIPLE) * _SCALE_MULTIPLE
     turned = scales.new_zeros(count, across, width)
     turned[..., :blocks] = scales[..., :across].transpose(1, 2)
-    nothing = {"rowwise_data": None, "rowwise_scale_inv": None, "quantizer": None}
-    return [
-        storage(
-            **{
-                **made, **nothing, "columnwise_scale_inv": turned[place],
-                "columnwise_data": tex.fp8_transpose(data[place], made["fp8_dtype"], out=None),
-            }
-        )
-        for place in busy
-    ]  # fmt: skip
+    shared = {**made, "rowwise_data": None, "rowwise_scale_inv": None, "quantizer": None}
+    results = []
+    for place in busy:
+        shared["columnwise_data"] = tex.fp8_transpose(data[place], made["fp8_dtype"], out=None)
+        shared["columnwise_scale_inv"] = turned[place]
+        results.append(storage(**shared))
+    return results

@@ -36,6 +36,8 @@ def _backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(grad_probs + row, tl.sum(inner * silu * up, 0).to(grad_probs.dtype.element_ty))
         inner *= tl.load(probs + row).to(tl.float32)
     grad_gate = inner * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    # The gradient may go over its input: a small row is loaded by several warps, and all must have it.
+    tl.debug_barrier()
     kind = grad_gate_up.dtype.element_ty
     tl.store(grad_gate_up + row * 2 * width + columns, grad_gate.to(kind), mask=inside)
     tl.store(grad_gate_up + row * 2 * width + width + columns, (inner * silu).to(kind), mask=inside)
@@ -58,7 +60,10 @@ def swiglu_forward(gate_up: Tensor, probs: Tensor | None, out: Tensor) -> None:
 def swiglu_backward(
     gate_up: Tensor, probs: Tensor | None, grad: Tensor, grad_gate_up: Tensor, grad_probs: Tensor | None
 ) -> None:
-    """Write the gradients of swiglu_forward's arguments; all contiguous, shaped as those."""
+    """Write the gradients of swiglu_forward's arguments; all contiguous, shaped as those.
+
+    grad_gate_up may be gate_up: a program reads its row, and no other, before it writes it.
+    """
     rows, width = grad.shape
     if rows:
         weighted = probs is not None and grad_probs is not None

@@ -40,6 +40,14 @@ def apply_many(function: type[Function], *args: object) -> tuple[Tensor, ...]:
     return results
 
 
+def graph_is_kept() -> bool:
+    """Whether the backward that runs leaves its graph for another one (`retain_graph`): what is saved must stay then.
+
+    Where it does not, torch lets go of all that is saved, and refuses a second backward by itself.
+    """
+    return torch._C._autograd._get_current_graph_task_keep_graph()
+
+
 def _call(function: type[Function], args: tuple[object, ...]) -> Any:
     if torch.is_grad_enabled():
         return function.apply(*args)  # type: ignore[no-untyped-call]

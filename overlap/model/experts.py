@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap.dispatch import Arrival, Routing
-from overlap.model.graph_only import GraphOnly, skips
+from overlap.model.graph_only import GraphOnly, gives_away, skips
 from overlap.model.init import Sliced
 from overlap.model.linear import Linear, grouped_linear
 from overlap.model.swiglu import swiglu
@@ -34,14 +34,14 @@ class SwiGLU(GraphOnly):
 
     def forward(self, x: Tensor, *, graph_only: bool = False) -> Tensor:
         """[..., C] -> [..., C]."""
-        inner = swiglu(self.gate_up(x))
+        inner = swiglu(self.gate_up(x), consumes=gives_away(self.gate_up))
         result: Tensor = self.down(inner, graph_only=True) if self.leaves_out(graph_only) else self.down(inner)
         return result
 
 
 def activate(dtype: torch.dtype, inner: Tensor, probs: Tensor) -> Tensor:
-    """SwiGLU of [N, 2*W], each row weighted by `probs` [N]; [N, W] of `dtype`."""
-    return swiglu(inner, probs).to(dtype)
+    """SwiGLU of [N, 2*W], each row weighted by `probs` [N]; [N, W] of `dtype`. Backward writes over `inner`."""
+    return swiglu(inner, probs, consumes=True).to(dtype)
 
 
 class GroupedExperts(Sliced, GraphOnly):

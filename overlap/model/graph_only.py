@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,12 @@ from torch.nn.modules.module import _global_forward_hooks
 
 class GraphOnly(nn.Module):
     """A module whose forward takes `graph_only`."""
+
+    fresh: ClassVar[bool] = False
+    """Whether what forward returns is new memory that nothing else, no saved tensor either, refers to.
+
+    A class says so for itself; see gives_away().
+    """
 
     @property
     def skips(self) -> bool:
@@ -31,6 +37,15 @@ class GraphOnly(nn.Module):
 def skips(module: nn.Module) -> bool:
     """Whether a module's forward takes `graph_only`."""
     return isinstance(module, GraphOnly) and module.skips
+
+
+def gives_away(module: nn.Module) -> bool:
+    """Whether what a module returns is its caller's alone, who may write over it.
+
+    Not where a subclass or the object puts another forward in place, which may save it, nor where a hook sees it.
+    """
+    says_so = vars(type(module)).get("fresh", False) and "forward" not in vars(module)
+    return isinstance(module, GraphOnly) and says_so and module.leaves_out(True)
 
 
 def second_form(function: Callable[..., Any], last: nn.Module) -> Callable[..., Any] | None:

@@ -52,6 +52,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor, *, covers: bool = Tr
 class Linear(GraphOnly):
     """linear() with its weight, left uninitialised for model.init_weights. No bias."""
 
+    fresh = True
+
     def __init__(self, inner: int, outer: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outer, inner))

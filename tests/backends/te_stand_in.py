@@ -85,10 +85,12 @@ class Quantised:
         return data
 
     def update_usage(self, *, rowwise_usage: bool, columnwise_usage: bool) -> None:
-        assert columnwise_usage
-        assert not rowwise_usage
-        assert self.columns is not None
-        self.rows = self.row_scales = None
+        assert columnwise_usage != rowwise_usage
+        assert (self.columns if columnwise_usage else self.rows) is not None
+        if columnwise_usage:
+            self.rows = self.row_scales = None
+        else:
+            self.columns = self.column_scales = None
 
     def prepare_for_saving(self) -> tuple[list[Tensor | None], Quantised]:
         tensors = [self.rows, self.columns, self.row_scales, self.column_scales]

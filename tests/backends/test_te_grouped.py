@@ -30,6 +30,14 @@ def in_columns(kind: str) -> int:
     return 4 if kind == "block" else 8
 
 
+def limit_pieces(patch: pytest.MonkeyPatch, load: Any, weight: Tensor, experts: int, rows: int | None) -> None:
+    """Take that many experts and rows at a time."""
+    limits, matrix = load("te_pieces").Limits, weight[0].nbytes
+    nbytes = None if rows is None else rows * sum(weight.shape[1:]) * weight.element_size()
+    for module, name in (("te_backward", "_PIECE"), ("te_grouped", "_FORWARD"), ("te_grouped", "_FIRST_PASS")):
+        patch.setattr(load(module), name, limits(weights=experts * matrix, rows=nbytes))
+
+
 def run(call: Any, weight: nn.Parameter, x: Tensor, how: str) -> tuple[Tensor, Tensor, Tensor]:
     """Output, input gradient and weight gradient: at once, in a W slot, or added in place."""
     leaf = x.detach().requires_grad_()
@@ -102,10 +110,8 @@ def test_grouped(engine, kind, multiple, unused, splits, monkeypatch):
             for (grad, _), matrix in zip(pairs, weight.unbind(0), strict=True)
         ]
     )
-    for piece in (1, 2 * weight[0].nbytes, 2**30):
-        monkeypatch.setattr(load("te_backward"), "_BYTES", piece)
-        for name in ("_FORWARD_BYTES", "_FIRST_PASS_BYTES"):
-            monkeypatch.setattr(module, name, 2 * weight[0].nbytes)
+    for matrices, rows in ((1, None), (2, None), (4, None), (4, 8)):
+        limit_pieces(monkeypatch, load, weight, matrices, rows)
         for how in ("now", "late", "in place"):
             y, grad_x, gradient = run(lambda leaf: product(weight, leaf, splits), weight, x, how)
             assert torch.equal(y, want)
@@ -151,8 +157,7 @@ def test_casts_live_a_piece_long(engine, monkeypatch, experts_a_piece, most):
     tex, load = engine
     module = load("te_grouped")
     weight = nn.Parameter(torch.randn(4, 6, 5))
-    monkeypatch.setattr(module, "_FORWARD_BYTES", experts_a_piece * weight[0].nbytes)
-    monkeypatch.setattr(load("te_backward"), "_BYTES", experts_a_piece * weight[0].nbytes)
+    limit_pieces(monkeypatch, load, weight, experts_a_piece, None)
     product = module.Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
     gc.collect()
     Quantised.alive.clear()
@@ -165,13 +170,62 @@ def test_pieces(engine):
     module = load("te_pieces")
     pieces = module.pieces
     weight = torch.empty(5, 2, 2)
-    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), 2 * weight[0].nbytes)
+    two = module.Limits(weights=2 * weight[0].nbytes)
+    found = pieces(weight, module.Rows((1, 0, 2, 0, 0), 4), two)
     assert [piece.splits for piece in found] == [(1,), (2,), ()]
     assert [piece.padded for piece in found] == [(4,), (4,), ()]
     assert [piece.busy for piece in found] == [(0,), (0,), ()]
     assert [piece.experts for piece in found] == [slice(0, 2), slice(2, 4), slice(4, 5)]
     assert [(piece.rows.start, piece.rows.stop) for piece in found] == [(0, 1), (1, 3), (3, 3)]
-    assert len(pieces(weight, module.Rows((1,) * 5, 4), 1)) == 5
+    assert len(pieces(weight, module.Rows((1,) * 5, 4), module.Limits(weights=1))) == 5
+
+
+@pytest.mark.parametrize(
+    ("splits", "experts"),
+    [
+        ((4, 4, 4, 4, 4), [2, 2, 1]),
+        ((9, 1, 0, 0, 1), [1, 4]),
+        ((1, 9, 0, 0, 8), [1, 3, 1]),
+        ((0, 0, 0, 1, 4), [5]),
+        ((5, 1, 1, 1, 1), [1, 2, 2]),
+        ((0, 0, 0, 0, 0), [5]),
+    ],
+)
+def test_a_piece_ends_where_its_rows_are_too_many(engine, splits, experts):
+    """Padded ones count; an expert is never cut, and one without rows costs none."""
+    _, load = engine
+    module = load("te_pieces")
+    weight = torch.empty(5, 2, 3)
+    # Rows of 2 in and 3 out: 8 of them at most.
+    found = module.pieces(weight, module.Rows(splits, 4), module.Limits(weights=weight.nbytes, rows=8 * 5 * 4))
+    assert [piece.experts.stop - piece.experts.start for piece in found] == experts
+    assert [expert for piece in found for expert in range(piece.experts.start, piece.experts.stop)] == list(range(5))
+    assert [row for piece in found for row in range(piece.rows.start, piece.rows.stop)] == list(range(sum(splits)))
+    assert [piece.splits for piece in found] == [tuple(rows for rows in splits[p.experts] if rows) for p in found]
+
+
+@pytest.mark.parametrize(
+    ("splits", "writes"),
+    [
+        ((3, 1, 4), [True, True, True]),
+        # One row too few behind it; and rows of no expert must stay zeros.
+        ((4, 2, 1), [True, False, False]),
+        ((3, 0, 1), [True, False]),
+    ],
+)
+def test_padding_of_one_expert_falls_on_rows_that_are_written_later(engine, splits, writes):
+    _, load = engine
+    module = load("te_pieces")
+    weight, out = torch.empty(3, 2, 2), torch.zeros(16, 64)
+    found = module.busy_pieces(weight, module.Rows(splits, 4), module.Limits(weights=1))
+    places = [piece.place(out) for piece in found]
+    assert [place is not None for place in places] == writes
+    for piece, place in zip(found, places, strict=True):
+        assert place is None or (len(place), place.data_ptr()) == (4, out[piece.rows.start :].data_ptr())
+    (both, *_) = module.pieces(weight, module.Rows((3, 1, 4), 4), module.Limits(weights=2 * weight[0].nbytes))
+    assert both.place(out) is None
+    narrow = torch.zeros(16, 63)
+    assert [piece.place(narrow) is None for piece in found[:2]] == [False, True]
 
 
 def test_workspaces_are_one(engine):

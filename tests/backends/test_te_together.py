@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from overlap.model.swiglu import swiglu
-from tests.backends.te_stand_in import install
-from tests.backends.test_te_grouped import RECIPES, SPLITS, grid, run
+from overlap.model.swiglu import swiglu, swiglu_gradients
+from tests.backends.te_stand_in import Quantised, install
+from tests.backends.test_te_grouped import RECIPES, SPLITS, grid, limit_pieces, run
 
 
 @pytest.fixture
@@ -35,8 +36,8 @@ def test_activated_is_swiglu_and_the_product(engine, kind, multiple, unused, spl
     inner, probs = torch.zeros(total + unused, 10), torch.rand(total + unused)
     inner[:total] = torch.randn(total, 10)
     want = with_probs(lambda x, p: product(weight, swiglu(x, p), splits), weight, inner, probs, how)
-    for piece in (1, 2 * weight[0].nbytes, 2**30):
-        monkeypatch.setattr(load("te_backward"), "_BYTES", piece)
+    for matrices, rows in ((1, None), (2, None), (4, None), (4, 8)):
+        limit_pieces(monkeypatch, load, weight, matrices, rows)
         found = with_probs(lambda x, p: product.activated(weight, x, p, splits), weight, inner, probs, how)
         assert len(found) == 4
         left_out = with_probs(
@@ -73,7 +74,7 @@ def test_activated_with_something_frozen(engine, frozen):
 
 
 def test_the_gradient_takes_the_place_of_the_input(engine):
-    """So backward runs once: a second one would read gradients for activations."""
+    """Unless the graph is kept, which then gives the same again."""
     _, load = engine
     weight = nn.Parameter(torch.randn(2, 6, 5))
     product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
@@ -82,9 +83,55 @@ def test_the_gradient_takes_the_place_of_the_input(engine):
     inner.register_hook(lambda grad: places.append(grad.data_ptr()))
     y = product.activated(weight, inner, torch.rand(7), [3, 4])
     y.sum().backward(retain_graph=True)
-    assert places == [inner.data_ptr()]
+    assert weight.grad is not None
+    first = weight.grad.clone()
+    assert places != [inner.data_ptr()]
+    y.sum().backward()
+    assert torch.equal(weight.grad, first + first)
+    assert places[1:] == [inner.data_ptr()]
+
+
+@pytest.mark.parametrize("kind", ["block", "current"])
+def test_a_gradient_in_8_bits_lives_as_long_as_it_is_read(engine, kind, monkeypatch):
+    """Beside weights there are only its rows, beside the input gradient that is taken there is nothing."""
+    _, load = engine
+    weight = nn.Parameter(torch.randn(4, 6, 5))
+    limit_pieces(monkeypatch, load, weight, 2, None)
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES[kind], nn.ModuleList(), 4)
+    beside_weights: list[tuple[bool, bool]] = []
+    taken: list[int] = []
+    cast_weights = load("te_backward").cast_weights
+
+    def cast(*args: Any, **settings: Any) -> Any:
+        if settings["columns"]:
+            beside_weights.extend((one.rows is None, one.columns is None) for one in Quantised.alive)
+        return cast_weights(*args, **settings)
+
+    def take(*args: Any) -> Any:
+        taken.append(len(Quantised.alive))
+        return swiglu_gradients(*args)
+
+    monkeypatch.setattr(load("te_backward"), "cast_weights", cast)
+    monkeypatch.setattr(load("te_grouped"), "swiglu_gradients", take)
+    gc.collect()
+    Quantised.alive.clear()
+    probs = torch.rand(14)
+    run(lambda x: product.activated(weight, x * 1, probs, [3, 4, 2, 5]), weight, torch.randn(14, 10), "in place")
+    assert beside_weights == [(False, True)] * 2 * 2
+    assert taken == [0, 0]
+
+
+def test_who_saved_the_input_too_is_told(engine, monkeypatch):
+    """Though kernels write past torch's count of versions."""
+    _, load = engine
+    monkeypatch.setattr(load("te_grouped"), "swiglu_gradients", lambda *args: (args[-1].data.zero_(), None))
+    weight = nn.Parameter(torch.randn(2, 6, 5))
+    product = load("te_grouped").Fp8GroupedProduct(weight, RECIPES["block"], nn.ModuleList(), 1)
+    inner = torch.randn(7, 10, requires_grad=True) * 1
+    square = inner * inner
+    loss = square.sum() + product.activated(weight, inner, torch.rand(7), [3, 4]).sum()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
+        loss.backward()
 
 
 @pytest.mark.parametrize("kind", ["block", "current"])

@@ -55,6 +55,24 @@ def test_swiglu(rows, width, weighted, dtype, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(4097, 1408), (5000, 7), (0, 32), (3, 16384)])
+def test_swiglus_gradient_goes_over_its_input(rows, width, weighted, dtype):
+    """To the bit what it is in memory of its own; narrow rows, which several warps load, too."""
+    found = []
+    for consumes in (False, True, True):
+        x, probs = leaf(rows, 2 * width, dtype=dtype), leaf(rows, dtype=torch.float32)
+        inner = x * 1
+        grads: list[Tensor] = []
+        inner.register_hook(grads.append)
+        out = swiglu.swiglu(inner, probs if weighted else None, consumes=consumes)
+        out.backward(torch.linspace(-1, 1, out.numel(), device=DEVICE).view_as(out).to(dtype))
+        assert not rows or (inner.data_ptr() == grads[0].data_ptr()) == consumes
+        found.append([grads[0], *([probs.grad] if weighted else [])])
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("packed", [False, True])
 def test_latent_heads(packed, dtype):
     config = ModelConfig(hidden=64, heads=3, kv_rank=32, nope_dim=24, rope_dim=16, value_dim=40, max_seq=64)

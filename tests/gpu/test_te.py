@@ -300,15 +300,21 @@ def test_training_200_steps_with_and_without_recompute():
 
 
 def test_what_is_saved_in_8_bits_lets_its_input_go():
-    """A live segment holds less where its products keep their inputs in 8 bits."""
+    """Of a layer whose replay is over, experts hold columns of their rows in 8 bits, not the rows.
+
+    While a replay runs its rows are there in any precision, so it takes a segment of two layers to see it: the first
+    one's experts hold their rows and SwiGLU's result in bf16, and half the rows' bytes in 8 bits. A quarter of them
+    stays for scales, and for inputs of attention that two products cast, each for itself.
+    """
     bins = {}
     for precision in ("bf16", "block"):
-        chunk = make_chunk(precision, "uniform1", experts=4, topk=4, max_seq=2048)
+        chunk = make_chunk(precision, "uniform2", experts=4, topk=4, max_seq=2048)
         tokens = torch.randint(256, (2, 2049), generator=torch.Generator().manual_seed(0)).to(DEVICE)
         feeds = {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
         bins[precision] = measure_step(chunk, [feeds] * 2).usage.peaks.bins
     print({name: {kind.value: nbytes for kind, nbytes in found.items()} for name, found in bins.items()})
-    assert bins["block"][Bin.LIVE_SEGMENT] < bins["bf16"][Bin.LIVE_SEGMENT]
+    rows = 2 * 2048 * 4 * SHAPE["hidden"] * 2
+    assert bins["block"][Bin.LIVE_SEGMENT] < bins["bf16"][Bin.LIVE_SEGMENT] - rows // 4
     assert bins["block"][Bin.SEGMENT_INPUTS] == bins["bf16"][Bin.SEGMENT_INPUTS]
 
 
@@ -342,8 +348,12 @@ def test_bad_shapes_are_refused():
 
 @pytest.mark.parametrize(("backend", "precision"), [("te", "bf16"), ("te", "block"), ("te-modules", "bf16")])
 def test_the_same_model_as_torchs(backend, precision):
-    """Same parameters by name, same numbers but for rounding; Transformer Engine's experts have transposed matrices."""
-    config = ModelConfig(**SHAPE)
+    """Same parameters by name, same numbers but for rounding; Transformer Engine's experts have transposed matrices.
+
+    Every token takes every expert: in 8 bits some would change theirs. What rounding of e4m3 does to the gradients of a
+    model of three layers was computed on a CPU: 0.25 of their norm. Single products are in test_te_products.
+    """
+    config = ModelConfig(**{**SHAPE, "topk": SHAPE["experts"]})
     data = batches(config)[0]
     chunks = {
         name: ModelChunk(
@@ -363,4 +373,4 @@ def test_the_same_model_as_torchs(backend, precision):
     torchs, theirs = (weight.grad.float() for weight in weights if weight.grad is not None)
     if (backend, precision) != ("te", "bf16"):
         theirs = theirs.transpose(1, 2)
-    assert float((theirs - torchs).norm() / torchs.norm()) < (0.05 if precision == "bf16" else 0.5)
+    assert float((theirs - torchs).norm() / torchs.norm()) < (0.05 if precision == "bf16" else 0.35)

@@ -13,6 +13,7 @@ import torch
 from overlap.memory import fake_chunk, measure_peak, predict_peak, take_footprint
 from overlap.memory.facts import Footprint
 from overlap.memory.oracle import allocator_peak, highest_of
+from overlap.model.swiglu import swiglu
 from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.modules import RecomputeModule
 from tests.memory.compare import block, decoder, none, tokens, uniform
@@ -93,6 +94,27 @@ def test_a_death_that_another_holder_prevents(monkeypatch) -> None:
     right = highest_of(chunk, [footprint("plain")] * MICROBATCHES)
     monkeypatch.setattr(import_module("overlap.memory.predict"), "_deaths", lambda slot: {})
     assert highest_of(chunk, [footprint("plain")] * MICROBATCHES).bytes > right.bytes
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # Tokens, experts per token, gate and up, bytes.
+        ({"layers": 2, "expert_width": 256}, 2 * 6 * 2 * 2 * 256 * 4),
+        ({"layers": 2, "dense_layers": 2, "ffn_width": 512}, 2 * 6 * 2 * 512 * 4),
+    ],
+)
+@pytest.mark.parametrize("rule", [uniform(1), none], ids=str)
+def test_gradients_over_their_input_lower_the_peak(rule, settings, expected, monkeypatch) -> None:
+    """By the bytes of the experts' first product, predicted and measured."""
+    peaks = []
+    for consumes in (True, False):
+        if not consumes:
+            monkeypatch.setattr("overlap.model.experts.swiglu", lambda x, probs=None, **_: swiglu(x, probs))
+        predicted = predict_peak(lambda: decoder(rule, **settings), tokens(2))
+        assert predicted.bytes == measure_peak(decoder(rule, **settings), tokens(2))
+        peaks.append(predicted.bytes)
+    assert peaks[1] - peaks[0] == expected
 
 
 def test_allocator_peak_sees_what_is_gone() -> None:

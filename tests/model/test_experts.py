@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from overlap.dispatch import make_routing
-from overlap.model import GroupedExperts, SwiGLU, init_weights
+from overlap.model import GroupedExperts, SwiGLU, experts, init_weights
+from overlap.model.linear import Linear
 from overlap.model.permute import permute, reorder, unpermute
 from overlap.model.precision import default_dtype
+from overlap.model.swiglu import swiglu as elementwise
+from recompute.inner import rebuilding
+from recompute.modules import RecomputeModule
 
 
 def swiglu(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
@@ -81,3 +87,75 @@ def test_ends_must_cover_the_rows_unless_padding_follows() -> None:
         module(torch.randn(3, 4), torch.rand(3), routing)
     with pytest.raises(ValueError, match=r"end at \[1, 2\], for 1 rows"):
         module(torch.randn(1, 4), torch.rand(1), routing._replace(covers=False))
+
+
+class Squashed(Linear):
+    """Puts behind the product what keeps its own result for backward."""
+
+    def forward(self, x: Tensor, *, graph_only: bool = False) -> Tensor:
+        return super().forward(x).tanh()
+
+
+def in_memory_of_its_own(gate_up: Tensor, probs: Tensor | None = None, *, consumes: bool = False) -> Tensor:
+    return elementwise(gate_up, probs)
+
+
+def places(module: nn.Module, *inputs: Any, modules: tuple[str, ...] = ()) -> tuple[bool, list[Tensor]]:
+    """Whether the first product's output and its gradient share their memory, and all gradients."""
+    leaves = [x.clone().requires_grad_() if torch.is_tensor(x) and x.is_floating_point() else x for x in inputs]
+    found: list[bool] = []
+
+    def noted(gate_up: Tensor, *args: Any, **settings: Any) -> Tensor:
+        if gate_up.requires_grad and gate_up.grad_fn is not None:
+            place = gate_up.data_ptr()
+            gate_up.register_hook(lambda grad: found.append(grad.data_ptr() == place))
+        result: Tensor = using(gate_up, *args, **settings)
+        return result
+
+    using = vars(experts)["swiglu"]
+    with pytest.MonkeyPatch.context() as patch, rebuilding([RecomputeModule(name) for name in modules]):
+        patch.setitem(vars(experts), "swiglu", noted)
+        result = module(*leaves)
+        module.zero_grad()
+        result.backward(torch.linspace(-1, 1, result.numel()).view_as(result).to(result.dtype))
+    tensors = [*module.parameters(), *(x for x in leaves if torch.is_tensor(x) and x.requires_grad)]
+    return found[0], [tensor.grad for tensor in tensors if tensor.grad is not None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("modules", [(), ("moe_act",)])
+def test_experts_write_gradients_over_their_first_product(modules, dtype, monkeypatch) -> None:
+    """And get the same gradients, whether the result of SwiGLU is rebuilt from that product or kept."""
+    with default_dtype(dtype):
+        module = GroupedExperts(3, 6, 5)
+    init_weights(module, 0)
+    routing = make_routing(torch.tensor([[2, 0], [0, 2], [2, 0]]), 3)
+    inputs = torch.randn(6, 6).to(dtype), torch.rand(6), routing
+    over, found = places(module, *inputs, modules=modules)
+    monkeypatch.setitem(vars(experts), "swiglu", in_memory_of_its_own)
+    control, want = places(module, *inputs, modules=modules)
+    assert (over, control) == (True, False)
+    assert len(found) == len(want) == 4
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("case", ["plain", "hooked", "subclass", "object", "other"])
+def test_a_dense_layer_does_where_nobody_else_sees_that_product(case, monkeypatch) -> None:
+    module = SwiGLU(6, 4)
+    seen: list[tuple[Tensor, Tensor]] = []
+    if case == "subclass":
+        module.gate_up = Squashed(6, 8)
+    if case == "other":
+        module.gate_up = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Tanh())  # type: ignore[assignment]
+    init_weights(module, 0)
+    if case == "hooked":
+        module.gate_up.register_forward_hook(lambda _, __, made: seen.append((made, made.detach().clone())))
+    if case == "object":
+        product = module.gate_up.forward
+        monkeypatch.setattr(module.gate_up, "forward", lambda x: product(x).tanh())
+    x = torch.randn(2, 3, 6)
+    over, found = places(module, x)
+    assert over == (case == "plain")
+    assert all(torch.equal(made, then) for made, then in seen)
+    monkeypatch.setitem(vars(experts), "swiglu", in_memory_of_its_own)
+    assert all(torch.equal(a, b) for a, b in zip(found, places(module, x)[1], strict=True))

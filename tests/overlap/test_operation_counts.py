@@ -107,7 +107,7 @@ COUNTS = {
     "R 0 experts": (4, 5),
     "B 0 post": (2, 1),
     "B 0 combine": (0, 0),
-    "B 0 experts": (7, 5),
+    "B 0 experts": (6, 6),
     "B 0 dispatch": (0, 0),
     "B 0 attn": (49, 21),
 }
