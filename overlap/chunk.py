@@ -24,7 +24,7 @@ from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.keep import HOST_ONLY, Sharded, Stores
 
-_FIXED = frozenset({"module", "order", "delay_wgrad"})
+_FIXED = frozenset({"module", "order", "delay_wgrad", "lead"})
 """What a chunk's program and plans are made from, once."""
 
 
@@ -43,6 +43,9 @@ class ModelChunk(nn.Module):
         recompute: One config, or one per microbatch of a step.
         order: Name of a built-in order (in its variant for hidden replay if a config asks for that), or an Order.
         delay_wgrad: Whether weight gradients run as slots of their own.
+        lead: Layers of the second microbatch's forward that run beside the first one's last layers, MTP depths
+            counted: the first forward has no backward beside it to hide its transfers behind. Costs their inputs in
+            that plan and the next. A step of one microbatch has no second, and runs as without.
         seed: The run's seed; with `steps_done` it decides every draw.
         loss_scale: How the losses of a step's microbatches are weighted.
         lanes: Where issues run.
@@ -50,7 +53,8 @@ class ModelChunk(nn.Module):
         world: This rank among the ranks that train the model.
 
     Raises:
-        ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have.
+        ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have;
+            `lead` is more than its layers.
         ScheduleError: The order does not fit the program.
     """
 
@@ -61,6 +65,7 @@ class ModelChunk(nn.Module):
         recompute: RecomputeConfig | Sequence[RecomputeConfig] = RecomputeConfig.none(),  # noqa: B008 (frozen)
         order: str | Order = "multi_queue",
         delay_wgrad: bool = False,
+        lead: int = 0,
         seed: int = 0,
         loss_scale: LossScale = PerMicrobatch(),  # noqa: B008 (frozen)
         lanes: Lanes = NullLanes(),  # noqa: B008 (stateless)
@@ -81,6 +86,7 @@ class ModelChunk(nn.Module):
         replay = Replay.HIDDEN if hidden else Replay.JUST_IN_TIME
         self.order = order if isinstance(order, Order) else get_order(order, replay)
         self.delay_wgrad = delay_wgrad
+        self.lead = lead
         self.seed = seed
         self.loss_scale = loss_scale
         self.lanes = lanes
@@ -98,7 +104,7 @@ class ModelChunk(nn.Module):
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
         self.program: Program = cast(HasProgram, self.module).program()
-        self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad)
+        self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad, lead=self.lead)
         self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         """Of the parameters that the program's stages declare, by id; a sharded module registers others for a while."""
         self.checked = False
@@ -178,6 +184,7 @@ class ModelChunk(nn.Module):
             "keep": tuple(str(config.keep) for config in configs),
             "order": self.order.name,
             "delay_wgrad": self.delay_wgrad,
+            "lead": self.lead,
             "loss_scale": repr(self.loss_scale),
         }
 

@@ -53,7 +53,7 @@ def make_control(name: str, chunk: ModelChunk, num_microbatches: int) -> Control
 
 
 def _issues(chunk: ModelChunk, num_microbatches: int) -> list[Issue]:
-    return [issue for plan, _, _ in step_plans(chunk, num_microbatches) for issue in plan.issues]
+    return [issue for plan, _ in step_plans(chunk, num_microbatches) for issue in plan.issues]
 
 
 def _nothing(name: str, rule: str) -> NothingToBreak:

@@ -22,6 +22,9 @@ def expand(
     forward: tuple[int, Program] | None,
     backward: tuple[int, Program] | None,
     hosts: Hosts = Hosts(),  # noqa: B008 (frozen)
+    *,
+    skips: int = 0,
+    stops: int | None = None,
 ) -> Schedule:
     """Interleave the forward of one microbatch with the backward of another.
 
@@ -30,33 +33,33 @@ def expand(
         forward: (microbatch, program) of the side that runs forward; None: backward runs alone.
         backward: The same for the side that runs backward.
         hosts: Which layers of `backward` are replayed beside which.
+        skips: Leading layers of `forward` to leave out, with the chunk's stages before them.
+        stops: Layers of `forward` after which to stop; None: with the chunk's last stage.
 
     Returns:
-        Slots in issue order; every stage of either side once, W for every stage with weight gradients, and R for
-        every stage of a hosted layer.
+        Slots in issue order; every stage of either side once, but for those left out; W for every stage with weight
+        gradients, and R for every stage of a hosted layer.
 
     Raises:
         ScheduleError: The order names a stage that nobody has, or leaves out one that a layer has.
     """
     _check_names(order, [side[1] for side in (forward, backward) if side is not None])
     slots: list[Slot] = []
-    if forward is not None:
+    if forward is not None and not skips:
         slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].prologue]
     if backward is not None:
         slots += [_slot(Op.REPLAY, backward[0], stage) for stage in hosts.head]
         slots += _chunk_backward(backward[0], backward[1].epilogue)
-    slots += _pairs(order, forward, backward, hosts)
-    if forward is not None:
+    ahead = [] if forward is None else [_part(*forward, layer) for layer in forward[1].layers[skips:stops]]
+    slots += _pairs(order, ahead, backward, hosts)
+    if forward is not None and stops is None:
         slots += [_slot(Op.FORWARD, forward[0], stage) for stage in forward[1].epilogue]
     if backward is not None:
         slots += _chunk_backward(backward[0], backward[1].prologue)
     return tuple(slots)
 
 
-def _pairs(
-    order: Order, forward: tuple[int, Program] | None, backward: tuple[int, Program] | None, hosts: Hosts
-) -> Iterable[Slot]:
-    ahead = [] if forward is None else [_Part(forward[0], forward[1].layer_stages[x]) for x in forward[1].layers]
+def _pairs(order: Order, ahead: Sequence[_Part], backward: tuple[int, Program] | None, hosts: Hosts) -> Iterable[Slot]:
     behind = []
     if backward is not None:
         microbatch, program = backward
@@ -83,6 +86,10 @@ class _Part:
 
 _NOTHING = _Part(0, ())
 """The side that has no layer left."""
+
+
+def _part(microbatch: int, program: Program, layer: int) -> _Part:
+    return _Part(microbatch, program.layer_stages[layer])
 
 
 def _pair(order: Order, front: _Part, back: _Part, before: _Part) -> Iterable[Slot]:

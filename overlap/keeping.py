@@ -72,7 +72,7 @@ def lets_go(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[str, ...]]:
     for place, slot in enumerate(schedule):
         if slot.op in _FORWARDS:
             side = sides[slot.microbatch]
-            found[place] = tuple(value for value in side.stored if _last_stage(value, side).key == slot.key)
+            found[place] = tuple(value for value in side.stored if last_stage(value, side).key == slot.key)
     return {place: values for place, values in found.items() if values}
 
 
@@ -119,7 +119,7 @@ def _replayed(value: str, side: Side) -> list[Stage]:
     return [stage for stage in readers if stage.key in side.replay_needed and not side.together(value, stage)]
 
 
-def _last_stage(value: str, side: Side) -> Stage:
+def last_stage(value: str, side: Side) -> Stage:
     """The stage whose first pass lets a stored value go: of the writer's lane, in the layer that reads it last."""
     program = side.program
     reader = program.readers[value][-1]

@@ -18,6 +18,7 @@ from overlap.keeping import (
     allocator,
     generation,
     home,
+    last_stage,
     lets_go,
     paces,
     stored_writes,
@@ -383,11 +384,14 @@ def _finished(
 
 
 def _read_later(issue: Issue, sides: Sides, survivors: Mapping[int, frozenset[Key]]) -> bool:
-    """Whether a later plan may read what this issue writes on another lane."""
+    """Whether a later plan may read what this issue writes on another lane, or let the first copy of it go."""
+    side = sides[issue.slot.microbatch]
+    if issue.slot.op is Op.STORE:
+        return any(key is not None and last_stage(key[0], side).key not in side.passes for key in issue.writes)
     if issue.slot.op not in _FORWARDS:
         return False
     kept = survivors.get(issue.slot.microbatch, frozenset())
-    readers = sides[issue.slot.microbatch].program.readers
+    readers = side.program.readers
     return any(
         key is not None and key in kept and any(reader.lane is not issue.lane for reader in readers[key[0]])
         for key in issue.writes

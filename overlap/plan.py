@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from overlap.errors import ScheduleError
@@ -9,6 +10,7 @@ from overlap.expand import expand
 from overlap.hidden import Hosts, hosts_of
 from overlap.ir import Program, Schedule, StageKey
 from overlap.keeping import add_transfers
+from overlap.lead import carried, check_lead, interleave, leading, remaining
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
@@ -21,6 +23,10 @@ from recompute.segments import RecomputeSegment, plan_segments
 FORWARD_SIDE = 1
 """Microbatch number of the side that runs forward, in a plan's slots."""
 BACKWARD_SIDE = 0
+LEAD_SIDE = 2
+"""Of the side whose first layers run beside another one's forward."""
+StepPlan = tuple[Plan, Mapping[int, int]]
+"""A plan of a step, and for each microbatch number of its slots the number within the step."""
 
 
 def segments_of(program: Program, config: RecomputeConfig) -> tuple[RecomputeSegment, ...]:
@@ -38,6 +44,7 @@ def make_schedule(
     delayed: bool,
     elide: bool = True,
     replay_first: bool = False,
+    lead: Side | None = None,
 ) -> Schedule:
     """The slots of a pair of sides: expanded, recomputed, checked.
 
@@ -48,17 +55,22 @@ def make_schedule(
         delayed: Whether weight gradients have slots of their own.
         elide: False: replay every stage, needed or not. The simulator compares.
         replay_first: Replay before anything of the segment's backward. The simulator compares.
+        lead: Runs its first layers beside `forward`, which runs whole, without a backward.
 
     Raises:
         ScheduleError: The order does not fit the programs, or has no R steps for a replay that is to be hidden.
     """
-    sides = _sides(forward, backward)
+    sides = sides_of(forward, backward, lead)
     schedule = expand(
         order,
         None if forward is None else (FORWARD_SIDE, forward.program),
         None if backward is None else (BACKWARD_SIDE, backward.program),
         Hosts() if backward is None else _hosts(order, backward),
+        skips=0 if forward is None else forward.skips,
     )
+    if lead is not None:
+        first = expand(order, (LEAD_SIDE, lead.program), None, stops=lead.stops)
+        schedule = interleave(schedule, first, lead.program)
     schedule = drop_untrained(schedule, sides)
     schedule = delay_wgrad(schedule, sides, delayed=delayed)
     schedule = add_replay(schedule, sides, first=replay_first)
@@ -76,13 +88,10 @@ def _hosts(order: Order, backward: Side) -> Hosts:
     return hosts_of(backward)
 
 
-def _sides(forward: Side | None, backward: Side | None) -> dict[int, Side]:
-    sides = {}
-    if forward is not None:
-        sides[FORWARD_SIDE] = forward
-    if backward is not None:
-        sides[BACKWARD_SIDE] = backward
-    return sides
+def sides_of(forward: Side | None, backward: Side | None, lead: Side | None = None) -> dict[int, Side]:
+    """Those that are there, by their number in slots."""
+    every = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward, LEAD_SIDE: lead}
+    return {number: side for number, side in every.items() if side is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +101,31 @@ class PlanRequest:
     forward: RecomputeConfig | None
     backward: RecomputeConfig | None
     trained: frozenset[StageKey]
+    lead: RecomputeConfig | None = None
+    """Of the microbatch whose lead runs beside `forward`."""
+    begun: bool = False
+    """Whether the lead of `forward` ran in an earlier plan."""
 
 
 class Planner:
-    """Makes the plans of one program and order, and keeps them."""
+    """Makes the plans of one program and order, and keeps them.
 
-    def __init__(self, program: Program, order: Order, *, delayed: bool) -> None:
+    Args:
+        program: The stages.
+        order: How slots interleave.
+        delayed: Whether weight gradients have slots of their own.
+        lead: Layers of a lead.
+
+    Raises:
+        ConfigError: The program has no such lead.
+    """
+
+    def __init__(self, program: Program, order: Order, *, delayed: bool, lead: int = 0) -> None:
+        check_lead(lead, len(program.layers))
         self.program = program
         self.order = order
         self.delayed = delayed
+        self.lead = lead
         self._plans: dict[PlanRequest, Plan] = {}
         self._sides: dict[tuple[RecomputeConfig, frozenset[StageKey]], Side] = {}
         self._survivors: dict[tuple[RecomputeConfig, frozenset[StageKey]], frozenset[Key]] = {}
@@ -132,12 +157,8 @@ class Planner:
 
     def schedule(self, request: PlanRequest) -> Schedule:
         """The slots behind a plan."""
-        return make_schedule(
-            self.order,
-            None if request.forward is None else self.side(request.forward, request.trained),
-            None if request.backward is None else self.side(request.backward, request.trained),
-            delayed=self.delayed,
-        )
+        forward, backward, lead = self._asked(request)
+        return make_schedule(self.order, forward, backward, delayed=self.delayed, lead=lead)
 
     def plan(self, request: PlanRequest) -> Plan:
         """The plan for one pair of sides, made at the first request.
@@ -146,13 +167,23 @@ class Planner:
             ScheduleError: The order does not fit the program.
         """
         if request not in self._plans:
-            sides = _sides(
-                None if request.forward is None else self.side(request.forward, request.trained),
-                None if request.backward is None else self.side(request.backward, request.trained),
-            )
+            sides = sides_of(*self._asked(request))
             kept = {} if request.forward is None else {FORWARD_SIDE: self.survivors(request.forward, request.trained)}
+            if request.lead is not None:
+                rest = remaining(self.side(request.lead, request.trained), self.lead)
+                kept[LEAD_SIDE] = carried(rest, self.survivors(request.lead, request.trained))
             self._plans[request] = lower(self.schedule(request), sides, kept)
         return self._plans[request]
+
+    def _asked(self, request: PlanRequest) -> tuple[Side | None, Side | None, Side | None]:
+        """The sides of a request: forward, backward, lead."""
+        forward, backward, lead = (
+            None if config is None else self.side(config, request.trained)
+            for config in (request.forward, request.backward, request.lead)
+        )
+        if forward is not None and request.begun:
+            forward = remaining(forward, self.lead)
+        return forward, backward, None if lead is None else leading(lead, self.lead)
 
     def forward_plan(self) -> Plan:
         """The plan of a forward that no backward follows (R17)."""

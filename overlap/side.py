@@ -33,6 +33,19 @@ class Side:
     """Per stage, what it rebuilds inside its own backward."""
     keep: Keep = Keep.DEVICE
     """Where the inputs of segments wait for their replay."""
+    skips: int = 0
+    """Leading layers whose first pass an earlier plan runs, with the chunk's stages before them."""
+    stops: int | None = None
+    """Layers after which the first pass stops, for a later plan to go on; None: it runs to the end."""
+
+    @cached_property
+    def passes(self) -> frozenset[StageKey]:
+        """Stages whose first pass a plan runs in which this side runs forward."""
+        program = self.program
+        stages = [] if self.skips else [*program.prologue]
+        stages += [s for layer in program.layers[self.skips : self.stops] for s in program.layer_stages[layer]]
+        stages += program.epilogue if self.stops is None else ()
+        return frozenset(stage.key for stage in stages)
 
     @cached_property
     def segment_of(self) -> dict[int, int]:

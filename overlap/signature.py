@@ -6,22 +6,20 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from overlap.ir import Lane, Op
-from overlap.lower import Plan
-from overlap.plan import FORWARD_SIDE
+from overlap.plan import StepPlan
 from recompute.config import Keep
 
 
-def comm_signature(plans: Iterable[tuple[Plan, int | None, int | None]]) -> tuple[str, ...]:
+def comm_signature(plans: Iterable[StepPlan]) -> tuple[str, ...]:
     """The communication slots of a step in issue order, by the microbatches' numbers in the step.
 
     Args:
-        plans: A step's plans, each with the microbatches that run forward and backward in it.
+        plans: A step's plans.
     """
     signature: list[str] = []
-    for plan, forward, backward in plans:
+    for plan, numbers in plans:
         for issue in plan.issues:
-            number = forward if issue.slot.microbatch == FORWARD_SIDE else backward
             gathers = issue.slot.op is Op.LOAD and issue.keep is Keep.SHARDED
-            if (issue.lane is Lane.COMM or gathers) and number is not None:
-                signature.append(str(replace(issue.slot, microbatch=number)))
+            if issue.lane is Lane.COMM or gathers:
+                signature.append(str(replace(issue.slot, microbatch=numbers[issue.slot.microbatch])))
     return tuple(signature)

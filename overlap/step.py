@@ -21,7 +21,7 @@ from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.agree import agree, compare_collectives
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, PlanRequest
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, LEAD_SIDE, PlanRequest, StepPlan
 from overlap.signature import comm_signature
 from recompute import state
 from recompute.errors import ConfigError
@@ -80,10 +80,10 @@ def train_step(
     kept = replayed_feeds(chunk, len(microbatches))
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
-    running = [plan for plan, _, _ in plans]
+    running = [plan for plan, _ in plans]
     with engine_for(chunk, running, observers, engine_type, reduce=last) as engine, rollback(chunk.program) as before:
-        for plan, forward, backward in plans:
-            engine.run(plan, _bind(states, forward, backward))
+        for plan, numbers in plans:
+            engine.run(plan, {side: states[number] for side, number in numbers.items()})
     for owner, feeds in zip(states, microbatches, strict=True):
         _return_gradients(chunk.program, owner, feeds)
         if leftovers := owner.leftovers():
@@ -137,26 +137,28 @@ def forward_only(
     return [owner.outputs for owner in states]
 
 
-StepPlan = tuple[Plan, int | None, int | None]
-"""A plan, and the microbatches that run forward and backward in it."""
-
-
 Taken = tuple[Sequence[Tensor], state.Snapshot]
 """Buffers, and what they held."""
 
 
 def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
-    """The plans of a step: forward of the first alone, then pairs, then backward of the last alone."""
+    """The plans of a step: forward of the first alone, then pairs, then backward of the last alone.
+
+    With a lead the second forward begins in the first plan, if the step has a second microbatch.
+    """
     configs = chunk.configs(num_microbatches)
     trained = chunk.program.trained()
+    lead = bool(chunk.lead) and num_microbatches > 1
     plans: list[StepPlan] = []
     for forward in range(num_microbatches + 1):
-        ahead = forward if forward < num_microbatches else None
-        behind = forward - 1 if forward else None
+        every = {FORWARD_SIDE: forward, BACKWARD_SIDE: forward - 1, **({LEAD_SIDE: 1} if lead and not forward else {})}
+        numbers = {side: number for side, number in every.items() if 0 <= number < num_microbatches}
+        asked = {side: configs[number] for side, number in numbers.items()}
         request = PlanRequest(
-            None if ahead is None else configs[ahead], None if behind is None else configs[behind], trained
-        )
-        plans.append((chunk.planner.plan(request), ahead, behind))
+            asked.get(FORWARD_SIDE), asked.get(BACKWARD_SIDE), trained,
+            lead=asked.get(LEAD_SIDE), begun=lead and forward == 1,
+        )  # fmt: skip
+        plans.append((chunk.planner.plan(request), numbers))
     return plans
 
 
@@ -266,15 +268,6 @@ def apply_or_undo(parts: Sequence[tuple[ModelChunk, Sequence[MicrobatchState]]],
         for live, snapshot in (taken, *before):
             state.put(live, snapshot)
         raise
-
-
-def _bind(states: Sequence[MicrobatchState], forward: int | None, backward: int | None) -> dict[int, MicrobatchState]:
-    bound = {}
-    if forward is not None:
-        bound[FORWARD_SIDE] = states[forward]
-    if backward is not None:
-        bound[BACKWARD_SIDE] = states[backward]
-    return bound
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def validate(schedule: Schedule, sides: Sides) -> None:
         if place in issued[slot.op]:
             fault = f"was already issued at position {issued[slot.op][place]}"
         elif slot.op in _FORWARDS:
-            fault = _forward_fault(slot, stage, side, issued)
+            fault = _forward_fault(slot, stage, side, issued) or _state_fault(slot, stage, sides, issued)
         elif slot.op is Op.REPLAY:
             fault = _replay_fault(slot, stage, side, issued, slot.microbatch in runs_forward)
         elif slot.op is Op.BACKWARD:
@@ -54,13 +54,25 @@ def validate(schedule: Schedule, sides: Sides) -> None:
 
 
 def _forward_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued) -> str:
+    if slot.key not in side.passes:
+        return "belongs to the part of its forward that another plan runs"
     if slot.op is not side.first_pass(stage):
         return f"should be {side.first_pass(stage).value}: a first pass keeps its graph outside segments only"
     for value in stage.reads:
         producer = side.program.producers.get(value)
-        if producer is not None and (slot.microbatch, producer.key) not in issued[side.first_pass(producer)]:
+        if producer is None or (slot.microbatch, producer.key) in issued[side.first_pass(producer)]:
+            continue
+        if not side.skips or producer.key in side.passes:
             return f"reads {value!r}, which no earlier slot writes"
     return ""
+
+
+def _state_fault(slot: Slot, stage: Stage, sides: Sides, issued: _Issued) -> str:
+    """State that changes in place must see the microbatches in their order, also where two run forward."""
+    if not stage.state or sides[slot.microbatch].stops is None:
+        return ""
+    done = {key for op in _FORWARDS for mb, key in issued[op] if mb != slot.microbatch}
+    return "" if slot.key in done else "changes state in place before the microbatch ahead did"
 
 
 def _replay_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued, runs_forward: bool) -> str:
@@ -111,7 +123,7 @@ def _check_complete(schedule: Schedule, sides: Sides, issued: _Issued) -> None:
         forwards = {key for op in _FORWARDS for mb, key in issued[op] if mb == microbatch}
         backwards = {key for mb, key in issued[Op.BACKWARD] if mb == microbatch}
         for name, found, wanted in (
-            ("forward", forwards, frozenset(side.program.by_key)),
+            ("forward", forwards, side.passes),
             ("backward", backwards, side.trained),
         ):
             unfound = wanted - found
@@ -121,7 +133,7 @@ def _check_complete(schedule: Schedule, sides: Sides, issued: _Issued) -> None:
                     f"microbatch {microbatch}: {name} of {missing[0]} is missing", schedule, len(schedule) - 1
                 )
         moved = {key for mb, key in issued[Op.STORE] if mb == microbatch}
-        unmoved = [s for s in side.program.stages if forwards and stored_writes(s, side) and s.key not in moved]
+        unmoved = [s for s in side.program.stages if s.key in forwards - moved and stored_writes(s, side)]
         if unmoved:
             reason = f"microbatch {microbatch}: S of {unmoved[0].label} is missing"
             raise ScheduleError(reason, schedule, len(schedule) - 1)

@@ -98,7 +98,7 @@ class StepFacts:
 
 def step_facts(chunk: ModelChunk, num_microbatches: int) -> StepFacts:
     """Count what a step of `num_microbatches` issues."""
-    issues = [issue for plan, _, _ in step_plans(chunk, num_microbatches) for issue in plan.issues]
+    issues = [issue for plan, _ in step_plans(chunk, num_microbatches) for issue in plan.issues]
     replayed = [issue for issue in issues if issue.slot.op is Op.REPLAY and issue.lane is Lane.COMM]
     program = chunk.program
     configs = chunk.configs(num_microbatches)

@@ -29,6 +29,7 @@ PURE = (
             "hidden",
             "ir",
             "keeping",
+            "lead",
             "lower",
         )
     ),

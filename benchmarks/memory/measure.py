@@ -88,6 +88,7 @@ class Bench:
             recompute=case.recompute,
             order=Order.parse(case.order, case.table) if case.table else case.order,
             delay_wgrad=case.delay_wgrad,
+            lead=case.lead,
             lanes=self._lanes,
         )
 
@@ -145,7 +146,7 @@ class Bench:
         """A step's communication alone: its trips one after another, nothing beside them."""
         chunk = self.chunk(case)
         trips = [
-            issue for plan, _, _ in step_plans(chunk, MICROBATCHES) for issue in plan.issues if issue.lane is Lane.COMM
+            issue for plan, _ in step_plans(chunk, MICROBATCHES) for issue in plan.issues if issue.lane is Lane.COMM
         ]
         rows = torch.randn(self.batch * SEQ * self.config.topk, self.config.hidden, device=DEVICE, dtype=torch.bfloat16)
         transport = HostLoopback(case.wire_scale)
@@ -177,7 +178,7 @@ class Bench:
         """
         chunk = self.chunk(case)
         feeds = random_feeds(self.config.vocab, _SHORT)
-        slots = sum(len(plan.issues) for plan, _, _ in step_plans(chunk, MICROBATCHES))
+        slots = sum(len(plan.issues) for plan, _ in step_plans(chunk, MICROBATCHES))
         times = []
         for _ in range(7):
             torch.cuda.synchronize()

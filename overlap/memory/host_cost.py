@@ -16,8 +16,8 @@ from overlap.lanes import NullLanes
 from overlap.lower import Issue
 from overlap.memory.trivial import Trivial
 from overlap.orders import get_order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest
-from overlap.step import StepPlan, step_plans
+from overlap.plan import Planner, PlanRequest, StepPlan
+from overlap.step import step_plans
 from recompute.config import RecomputeConfig
 from recompute.rng import default_generators, seeded, stage_seed
 from recompute.tape import Tape
@@ -73,7 +73,7 @@ def measure_host_cost(repeats: int = 25) -> HostCost:
     """
     chunk = ModelChunk(Trivial(_LAYERS), recompute=RecomputeConfig.uniform(1))
     plans = step_plans(chunk, _MICROBATCHES)
-    slots = sum(len(plan.issues) for plan, _, _ in plans)
+    slots = sum(len(plan.issues) for plan, _ in plans)
     stages = _Direct(chunk.program)
     engine_s, stage_s = [], []
     for _ in range(repeats):
@@ -94,9 +94,8 @@ def measure_host_cost(repeats: int = 25) -> HostCost:
 def _run_engine(plans: Sequence[StepPlan]) -> None:
     engine = Engine(NullLanes(), run_seed=0, step=0, generators=())
     states = [MicrobatchState(number, {"hidden": torch.ones(())}, 1.0) for number in range(_MICROBATCHES)]
-    for plan, forward, backward in plans:
-        bound = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
-        engine.run(plan, {side: states[number] for side, number in bound.items() if number is not None})
+    for plan, numbers in plans:
+        engine.run(plan, {side: states[number] for side, number in numbers.items()})
 
 
 class _Direct:
@@ -110,7 +109,7 @@ class _Direct:
         """Call what the slots of the plans call."""
         # An eager graph may wait for the next plan; a stage never has two.
         tapes: dict[StageKey, Tape] = {}
-        for plan, _, _ in plans:
+        for plan, _ in plans:
             for issue in plan.issues:
                 self._issue(issue, issue.stage, tapes)
 

@@ -24,8 +24,8 @@ from overlap.memory.ledger import Ids, Ledger
 from overlap.memory.refs import OUTSIDE_REF, Ref, Source
 from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
-from overlap.step import StepPlan, step_plans
+from overlap.plan import StepPlan
+from overlap.step import step_plans
 from recompute.config import Keep
 from recompute.keep import shard_length
 
@@ -91,12 +91,9 @@ class Walk:
 
     def run(self, plans: Sequence[StepPlan]) -> Usage:
         """Walk the plans of a step, as `step_plans` gives them."""
-        for plan, forward, backward in plans:
-            numbers = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
+        for plan, numbers in plans:
             for issue in plan.issues:
-                number = numbers[issue.slot.microbatch]
-                if number is not None:
-                    self._issue(issue, number)
+                self._issue(issue, numbers[issue.slot.microbatch])
         return Usage(curve=tuple(self._curve))
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ from overlap.lower import Plan
 from overlap.memory.facts import Footprint, Work
 from overlap.memory.gap import Gap
 from overlap.memory.predict import Walk, WalkedSlot
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE
 from overlap.planning.bins import Bytes, RankBin, rank_bins
 
 
@@ -39,7 +40,8 @@ class RankWalk(Walk):
     def walk(self, plan: Plan, forward: int | None, backward: int | None) -> Walked:
         """Walk a plan whose sides are these microbatches."""
         self._height, self._work = -1, []
-        self.run([(plan, forward, backward)])
+        sides = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
+        self.run([(plan, {side: number for side, number in sides.items() if number is not None})])
         return Walked(bytes=self._highest, work=tuple(self._work))
 
     def _note(self, name: str, slot: WalkedSlot, top: int) -> None:

@@ -276,7 +276,7 @@ def test_what_nobody_reads_takes_one_element_and_no_product() -> None:
     config = ModelConfig(layers=1, hidden=16)
     with fake_chunk(lambda: ModelChunk(Decoder(config), recompute=uniform(1), delay_wgrad=True)) as chunk:
         found = take_footprint(chunk, tokens(1)[0], (True,), device=DEVICES["h200"])
-        replays = [i for plan, _, _ in step_plans(chunk, 3) for i in plan.issues if i.slot.op is Op.REPLAY]
+        replays = [i for plan, _ in step_plans(chunk, 3) for i in plan.issues if i.slot.op is Op.REPLAY]
     facts = found.facts[True]
     inner = {"experts": (12 * config.topk, config.expert_width), "shared": (12, config.shared_width)}
     for stage, (rows, width) in inner.items():

@@ -26,7 +26,8 @@ from overlap.memory import (
 )
 from overlap.memory.facts import Footprint
 from overlap.memory.predict import Walk
-from overlap.step import StepPlan, step_plans
+from overlap.plan import StepPlan
+from overlap.step import step_plans
 from recompute.config import Replay
 from tests.memory.compare import assert_exact, assert_same, block, decoder, first_pass, none, tokens, uniform
 from tests.overlap.programs import tiny_chunk, tiny_feeds
@@ -169,8 +170,8 @@ def walk_late(late: Sequence[tuple[int, int]], feeds) -> Usage:
     """Predict with the frees of some issues, (plan, issue), moved one slot later."""
     with fake_chunk(lambda: decoder(uniform(1), layers=2)) as chunk:
         plans = [
-            (_moved(plan, [issue for where, issue in late if where == number]), forward, backward)
-            for number, (plan, forward, backward) in enumerate(step_plans(chunk, len(feeds)))
+            (_moved(plan, [issue for where, issue in late if where == number]), numbers)
+            for number, (plan, numbers) in enumerate(step_plans(chunk, len(feeds)))
         ]
         return Walk(footprints_of(chunk, feeds), gaps_of(chunk, len(feeds)), delayed=False).run(plans)
 
@@ -186,7 +187,7 @@ def _moved(plan: Plan, late: Sequence[int]) -> Plan:
 
 
 def _movable(plans: Sequence[StepPlan]) -> Iterator[tuple[int, int]]:
-    for number, (plan, _, _) in enumerate(plans):
+    for number, (plan, _) in enumerate(plans):
         for place, (first, second) in enumerate(pairwise(plan.issues)):
             if first.frees and first.slot.microbatch == second.slot.microbatch:
                 yield number, place

@@ -259,7 +259,7 @@ def test_depths_have_slots_in_every_plan(settings: dict[str, Any]) -> None:
     depths = config_of(make(**settings)).mtp
     for rule, replayed in ((NONE, 0), (U(1), depths), (B(1), 0), (B(1, recompute_mtp=True), depths)):
         chunk = make(rule, **settings)
-        slots = [issue.slot for plan, _, _ in step_plans(chunk, 3) for issue in plan.issues]
+        slots = [issue.slot for plan, _ in step_plans(chunk, 3) for issue in plan.issues]
         ends = [slot for slot in slots if slot.op is Op.REPLAY and slot.stage == "mtp_post"]
         assert len(ends) == 3 * replayed
 

@@ -46,7 +46,7 @@ def test_every_pass_is_the_same_call() -> None:
     recomputed, eager = make(U(1), mtp=1, **CUT), make(NONE, mtp=1, **CUT)
     calls: dict[Any, set[tuple[Any, ...]]] = {}
     for chunk in (recomputed, eager):
-        for plan, _, _ in step_plans(chunk, 2):
+        for plan, _ in step_plans(chunk, 2):
             for issue in plan.issues:
                 if issue.slot.op in (Op.FORWARD, Op.NO_GRAD, Op.REPLAY):
                     assert issue.stage is chunk.program.by_key[issue.stage.key]

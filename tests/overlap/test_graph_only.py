@@ -41,7 +41,7 @@ def feeds(microbatches: int = MICROBATCHES) -> list[Feeds]:
 
 
 def issues_of(model: ModelChunk, microbatches: int = 1) -> list[Issue]:
-    return [issue for plan, _, _ in step_plans(model, microbatches) for issue in plan.issues]
+    return [issue for plan, _ in step_plans(model, microbatches) for issue in plan.issues]
 
 
 def left_out(model: ModelChunk) -> list[str]:

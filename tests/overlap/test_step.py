@@ -213,7 +213,7 @@ def test_a_failure_at_any_slot_leaves_nothing_and_a_retry_is_exact(inside: bool)
         results = dict(fail_and_retry(chunk, trip, ()))
     else:
         results = dict(fail_and_retry(chunk, silent, (TripAround(silent),)))
-        slots = sum(len(plan.issues) for plan, _, _ in step_plans(chunk, 2))
+        slots = sum(len(plan.issues) for plan, _ in step_plans(chunk, 2))
         assert len(results) == 2 * slots
     assert len(results) > 50
     assert {at: names for at, names in results.items() if names} == {}
