@@ -13,9 +13,10 @@ from typing import Any
 from overlap.builder import ProgramBuilder, Value
 from overlap.costs import StageCosts
 from overlap.ir import Op, Program
+from overlap.lead import carried, leading, remaining
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, LEAD_SIDE, make_schedule, segments_of, sides_of
 from overlap.side import Side
 from overlap.simulate import Run
 from recompute.config import RecomputeConfig, Replay
@@ -111,6 +112,8 @@ class System:
     recompute: RecomputeConfig
     costs: StageCosts
     delayed: bool = True
+    lead: int = 0
+    """Layers of the second forward of a step that run beside the first."""
     first: bool = True
     """Whether it begins with the embedding, as the first virtual stage of a pipeline does."""
     last: bool = True
@@ -140,13 +143,21 @@ class System:
         return [(self.plan(forward=True, backward=True), {FORWARD_SIDE: 1, BACKWARD_SIDE: 0})]
 
     def step_runs(self, microbatches: int) -> list[Run]:
-        """A training step: forward of the first alone, then pairs, then backward of the last alone."""
+        """A training step: forward of the first alone, then pairs, then backward of the last alone.
+
+        With a lead the second forward begins beside the first one, if there is a second.
+        """
+        leads = bool(self.lead) and microbatches > 1
         pair = self.plan(forward=True, backward=True) if microbatches > 1 else Plan(issues=(), imports={}, exports={})
-        return [
+        runs: list[Run] = [
             (self.plan(forward=True, backward=False), {FORWARD_SIDE: 0}),
             *((pair, {FORWARD_SIDE: number, BACKWARD_SIDE: number - 1}) for number in range(1, microbatches)),
             (self.plan(forward=False, backward=True), {BACKWARD_SIDE: microbatches - 1}),
         ]
+        if leads:
+            runs[0] = (plan_chunks(self, None, lead=True), {FORWARD_SIDE: 0, LEAD_SIDE: 1})
+            runs[1] = (plan_chunks(self, self, begun=True), runs[1][1])
+        return runs
 
     @property
     def today(self) -> bool:
@@ -161,21 +172,26 @@ class System:
         return backward_reads(schedule, {BACKWARD_SIDE: side}).get(BACKWARD_SIDE, frozenset())
 
 
-def plan_chunks(forward: System | None, backward: System | None) -> Plan:
+def plan_chunks(forward: System | None, backward: System | None, *, lead: bool = False, begun: bool = False) -> Plan:
     """The plan in which one chunk runs forward beside another one's (or the same one's) backward.
 
     Args:
         forward: Runs forward; None: the other runs alone.
         backward: Runs backward; under the same order and settings.
+        lead: Whether `forward` runs its lead for the next microbatch too, beside the one that it runs whole.
+        begun: Whether the lead of `forward` ran in an earlier plan.
 
     Raises:
         ScheduleError: The order does not fit.
     """
-    chunks = {FORWARD_SIDE: forward, BACKWARD_SIDE: backward}
-    sides = {number: chunk.side for number, chunk in chunks.items() if chunk is not None}
-    one = next(chunk for chunk in chunks.values() if chunk is not None)
+    one = next(chunk for chunk in (forward, backward) if chunk is not None)
+    ahead = None if forward is None else remaining(forward.side, one.lead) if begun else forward.side
+    behind = None if backward is None else backward.side
+    early = leading(one.side, one.lead) if lead else None
     schedule = make_schedule(
-        one.order, sides.get(FORWARD_SIDE), sides.get(BACKWARD_SIDE),
-        delayed=one.delayed, elide=not one.today, replay_first=one.today,
-    )  # fmt: skip
-    return lower(schedule, sides, {} if forward is None else {FORWARD_SIDE: forward.survivors})
+        one.order, ahead, behind, delayed=one.delayed, elide=not one.today, replay_first=one.today, lead=early
+    )
+    kept = {} if forward is None else {FORWARD_SIDE: forward.survivors}
+    if lead:
+        kept[LEAD_SIDE] = carried(remaining(one.side, one.lead), one.survivors)
+    return lower(schedule, sides_of(ahead, behind, early), kept)
