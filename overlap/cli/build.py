@@ -112,6 +112,7 @@ def _make_chunk(module: nn.Module, scale: LossScale, options: Options, bench: Be
         recompute=options.recompute,
         order=load_order(options.order, options.recompute.replay),
         delay_wgrad=options.delay_wgrad,
+        lead=options.lead,
         seed=options.seed,
         loss_scale=scale,
         lanes=bench.lanes,

@@ -84,6 +84,8 @@ def read_job(args: argparse.Namespace, options: Options) -> Job:
     """
     if options.program:
         raise ConfigError(field="program", value=options.program, rule="a job is of the built-in decoder")
+    if options.lead:
+        raise ConfigError(field="lead", value=options.lead, rule="is not modelled for a job: leave it out")
     pp, ep = args.job_pp or 1, args.job_ep or 1
     schedule = args.job_schedule or (PipelineSchedule.DUALPIPEV if pp > 1 else PipelineSchedule.ONE_F_ONE_B)
     seq = options.seq

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, replace
 
 from overlap.costs import PRESETS, load_costs
+from overlap.lead import check_lead, check_second
 from overlap.orders import ORDER_NAMES, load_order
 from overlap.simulate import QUEUES
 from overlap.synthetic import DENSE, MOE, System
@@ -39,6 +40,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--replay", help=f"{', '.join(Replay)} (default: hidden if the order has R steps)")
     parser.add_argument("--delay-wgrad", action=argparse.BooleanOptionalAction, default=True,
                         help="weight gradients in slots of their own (default yes)")  # fmt: skip
+    parser.add_argument("--lead", type=int, default=0, metavar="N",
+                        help="layers of the second forward that run beside the first (default 0)")  # fmt: skip
     parser.add_argument("--layers", type=int, metavar="N",
                         help="layers of the model (default 8; with --pp two per virtual stage)")  # fmt: skip
     parser.add_argument("--dense-layers", type=int, default=0, metavar="N", help="leading dense layers (default 0)")
@@ -62,6 +65,8 @@ def read_modelled(args: argparse.Namespace, default_layers: int = DEFAULT_LAYERS
             raise ConfigError(field=name, value=value, rule="must be at least 1")
     if not 0 <= args.dense_layers <= layers:
         raise ConfigError(field="dense_layers", value=args.dense_layers, rule="must be from 0 to the layers")
+    check_lead(args.lead, layers)
+    check_second(args.lead, args.microbatches)
     recompute = _recompute(args)
     return Modelled(
         system=System(
@@ -70,6 +75,7 @@ def read_modelled(args: argparse.Namespace, default_layers: int = DEFAULT_LAYERS
             recompute=recompute,
             costs=load_costs(args.costs),
             delayed=args.delay_wgrad,
+            lead=args.lead,
         ),
         queues=args.queues,
         microbatches=args.microbatches,
@@ -103,6 +109,7 @@ def describe(modelled: Modelled) -> dict[str, object]:
         "queues": modelled.queues,
         "recompute": str(system.recompute),
         "delay_wgrad": system.delayed,
+        "lead": system.lead,
         "layers": len(system.kinds),
         "dense_layers": system.kinds.count(DENSE),
         "microbatches": modelled.microbatches,

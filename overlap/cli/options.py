@@ -22,6 +22,7 @@ from overlap.cli.parallel_options import (
     transport_of,
 )
 from overlap.cli.recompute_options import add_recompute_options, describe_recompute, read_recompute
+from overlap.lead import check_second
 from overlap.model.config import Attention, DType, ModelConfig, Score
 from overlap.orders import ORDER_NAMES
 from recompute.config import RecomputeConfig
@@ -43,6 +44,7 @@ class Options:
     recompute: RecomputeConfig
     order: str
     delay_wgrad: bool
+    lead: int
     seq: int
     """Tokens of a sequence of this rank's data."""
     batch: int
@@ -96,12 +98,7 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--program", default="", metavar="MODULE:FUNCTION", help="your own model instead")
     step = parser.add_argument_group("training step")
     add_recompute_options(step)
-    step.add_argument(
-        "--order",
-        help=f"issue order: {', '.join(ORDER_NAMES)}, or a file with a text table (default {DEFAULT_ORDER}, plain with "
-        "--program)",
-    )
-    step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
+    _add_schedule_options(step)
     step.add_argument(
         "--seq", type=lengths, default=(16,), metavar="N[,N...]",
         help="tokens of a sequence, or of each rank's sequences (default 16)",
@@ -119,6 +116,21 @@ def add_shared_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout, nothing else there")
     parser.set_defaults(default_of=parser.get_default)
+
+
+def _add_schedule_options(step: argparse._ArgumentGroup) -> None:
+    """Options about the sequence in which slots are issued."""
+    step.add_argument(
+        "--order",
+        help=f"issue order: {', '.join(ORDER_NAMES)}, or a file with a text table (default {DEFAULT_ORDER}, plain with "
+        "--program)",
+    )
+    step.add_argument("--delay-wgrad", action="store_true", help="weight gradients in slots of their own")
+    step.add_argument(
+        "--lead", type=int, default=0, metavar="N",
+        help="layers of the second microbatch's forward that run beside the first's, which has nothing else to hide "
+        "its transfers behind; costs their inputs (default 0)",
+    )  # fmt: skip
 
 
 def _add_token_options(model: argparse._ArgumentGroup) -> None:
@@ -148,6 +160,7 @@ def read_options(args: argparse.Namespace) -> Options:
     for name in ("batch", "microbatches", "threads"):
         if getattr(args, name) < 1:
             raise ConfigError(field=name, value=getattr(args, name), rule="must be at least 1")
+    check_second(args.lead, args.microbatches)
     if abs(args.seed) > MAX_SEED:
         raise ConfigError(field="seed", value=args.seed, rule=f"must lie within -{MAX_SEED} and {MAX_SEED}")
     if args.loopback_scale is not None and args.transport != "host_loopback":
@@ -162,6 +175,7 @@ def read_options(args: argparse.Namespace) -> Options:
         recompute=read_recompute(args),
         order=args.order or ("plain" if args.program else DEFAULT_ORDER),
         delay_wgrad=args.delay_wgrad,
+        lead=args.lead,
         seq=seq,
         batch=args.batch,
         microbatches=args.microbatches,
@@ -192,6 +206,7 @@ def describe(options: Options) -> dict[str, object]:
         **describe_recompute(options.recompute),
         "order": options.order,
         "delay_wgrad": options.delay_wgrad,
+        "lead": options.lead,
         "seq": options.seq,
         "batch": options.batch,
         "microbatches": options.microbatches,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from overlap.cli.modelled import DEFAULT_LAYERS, Modelled, describe
+from overlap.lead import IN_PIPELINE
 from overlap.pipeline_model.costs import ChunkTimes
 from overlap.pipeline_model.layout import cut, even_layout, holds_of
 from overlap.pipeline_model.memory import Peak, peaks
@@ -86,6 +87,8 @@ def read_pipeline(args: argparse.Namespace, modelled: Modelled) -> Pipeline | No
             if value is not None and value is not False:
                 raise ConfigError(field=name, value=value, rule="has no effect without --pp")
         return None
+    if modelled.system.lead:
+        raise ConfigError(field="lead", value=modelled.system.lead, rule=IN_PIPELINE)
     schedule = "interleaved" if args.schedule is None else args.schedule
     for name, schedules in (("no_pairs", PAIRED), ("pin_activations", SPLIT)):
         if getattr(args, name) and schedule not in schedules:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from overlap.backends import BACKENDS
 from overlap.cli.build import Bench, make_bench, make_decoder_chunk, parallel
 from overlap.cli.options import Options
+from overlap.lead import IN_PIPELINE
 from overlap.model.precision import DTYPES
 from overlap.parallel.world import World
 from overlap.pipelining.layout import PipelineLayout, make_layout, parse_layers
@@ -64,6 +65,8 @@ def read_pipeline(args: argparse.Namespace, options: Options) -> PipelineOptions
     if options.backend.name != BACKENDS[0]:
         rule = f"a model that is cut into stages runs on {BACKENDS[0]}'s modules only"
         raise ConfigError(field="backend", value=options.backend.name, rule=rule)
+    if options.lead:
+        raise ConfigError(field="lead", value=options.lead, rule=IN_PIPELINE)
     kind = ScheduleKind(args.schedule or ScheduleKind.INTERLEAVED)
     if args.pin_activations and kind not in SPLITS:
         rule = f"has no effect with schedule {kind}, which never puts weight gradients off: leave it out"

@@ -174,6 +174,7 @@ def saved_config(options: Options) -> dict[str, object]:
         "keep",
         "order",
         "delay_wgrad",
+        "lead",
         "program",
         "device",
         "transport",

@@ -11,6 +11,7 @@ from torch import nn
 
 from overlap.chunk import ModelChunk
 from overlap.lanes import Lanes
+from overlap.lead import IN_PIPELINE
 from overlap.model.cut import Border, Cut
 from overlap.pipelining.border import StageBorder
 from overlap.pipelining.channels import Channel, Handover, Wire
@@ -84,6 +85,8 @@ class Pipeline:
         if kind in SPLITS and not self.lead.delay_wgrad:
             rule = f"schedule {kind} cuts backward in two: set delay_wgrad"
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
+        if self.lead.lead:
+            raise ConfigError(field="lead", value=self.lead.lead, rule=IN_PIPELINE)
         planners = {stage: chunk.planner for stage, chunk in chunks.items()}
         self.plans = PairPlans(planners, self.lead.order, delayed=self.lead.delay_wgrad, pin=pin_activations)
         self.planner = StepPlanner(self.stages, self.plans)
