@@ -67,6 +67,7 @@ class Case:
     table: str = ""
     """The text of an order that is not built in."""
     delay_wgrad: bool = False
+    lead: int = 0
     wire: Wire = Wire.LOCAL
     wire_scale: float = 1.0
     graph: bool = False
@@ -76,7 +77,8 @@ class Case:
     def name(self) -> str:
         """As the result tables show it."""
         wgrad = ", delayed wgrad" if self.delay_wgrad else ""
-        how = f"overlap {self.order}{wgrad}" if self.path is Path.OVERLAP else "contiguous"
+        lead = f", lead {self.lead}" if self.lead else ""
+        how = f"overlap {self.order}{wgrad}{lead}" if self.path is Path.OVERLAP else "contiguous"
         scale = f" x{self.wire_scale:g}" if self.wire in {Wire.HOST_LOOPBACK, Wire.SM_COPY} else ""
         wire = "" if self.wire is Wire.LOCAL else f", {self.wire}{scale}"
         graph = ", CUDA graph" if self.graph else ""
@@ -91,6 +93,7 @@ def memory_cases() -> list[Case]:
             cases += _ways(name, rule)
         cases.append(Case(proxy=name, recompute=RecomputeConfig.uniform(1), order="early_release"))
         cases.append(Case(proxy=name, recompute=RecomputeConfig.uniform(1), order="single_queue", delay_wgrad=True))
+        cases.append(Case(proxy=name, recompute=hidden(RecomputeConfig.uniform(1)), lead=4))
     for rule in (RecomputeConfig.uniform(2), RecomputeConfig.uniform(4), RecomputeConfig.block(4)):
         cases += _ways("proxy-8", rule)
     cases += _ways("proxy-16", RecomputeConfig.uniform(4))

@@ -90,6 +90,7 @@ class Oracle:
             recompute=case.recompute,
             order=get_order(case.order, case.recompute.replay),
             delay_wgrad=case.delay_wgrad,
+            lead=case.lead,
         )
 
     def predict(self, case: Case) -> Predicted:

@@ -102,6 +102,7 @@ class RankBench:
             recompute=case.recompute,
             order=case.order,
             delay_wgrad=case.delay_wgrad,
+            lead=case.lead,
             lanes=self._lanes,
             world=self._world,
         )

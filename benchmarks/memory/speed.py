@@ -21,6 +21,8 @@ UNIFORM = RecomputeConfig.uniform(1)
 ORDERS = ("multi_queue", "single_queue")
 RESTARTS = 24
 """Of the order search: some seconds of host time."""
+LEADS = (4, 8)
+"""Of the proxy's 8 layers."""
 SHARE = 0.35
 """Communication's share of the exposed step, in the loopback runs."""
 
@@ -50,13 +52,16 @@ def _loopback(bench: Bench, graph: bool) -> list[dict[str, Any]]:
     scale = _calibrate(bench, graph)
     base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale, graph=graph)
     local = replace(base, wire=Wire.LOCAL, wire_scale=1.0)
+    overlapped = replace(base, recompute=hidden(UNIFORM), delay_wgrad=True)
+    best = [replace(overlapped, order=order) for order in ORDERS]
+    best.append(replace(overlapped, order="searched", table=_searched(bench, base)))
     cases = [
         local,
         replace(base, path=Path.CONTIGUOUS),
         *(replace(base, order=order) for order in ORDERS),
         *(replace(base, order=order, recompute=hidden(UNIFORM)) for order in ORDERS),
-        *(replace(base, order=order, recompute=hidden(UNIFORM), delay_wgrad=True) for order in ORDERS),
-        replace(base, order="searched", table=_searched(bench, base), recompute=hidden(UNIFORM), delay_wgrad=True),
+        *best,
+        *(replace(case, lead=lead) for case in best for lead in LEADS),
     ]
     results = bench.paired(cases)
     _report(results)
@@ -86,6 +91,7 @@ def exposed(*, graph: bool = False) -> list[dict[str, Any]]:
     base = Case(proxy="proxy-8", recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, wire_scale=scale, graph=graph)
     cases = [replace(base, order=order, recompute=rule) for order in ORDERS for rule in (UNIFORM, hidden(UNIFORM))]
     cases.append(replace(cases[-1], delay_wgrad=True))
+    cases.append(replace(cases[-1], lead=LEADS[0]))
     rows = []
     for case in cases:
         timeline = bench.record(case)
