@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from overlap.errors import ScheduleError
@@ -174,6 +174,30 @@ class Planner:
                 kept[LEAD_SIDE] = carried(rest, self.survivors(request.lead, request.trained))
             self._plans[request] = lower(self.schedule(request), sides, kept)
         return self._plans[request]
+
+    def step(self, configs: Sequence[RecomputeConfig], trained: frozenset[StageKey]) -> list[StepPlan]:
+        """The plans of a step: forward of the first alone, then pairs, then backward of the last alone.
+
+        With a lead the second forward begins in the first plan, if there is a second microbatch.
+
+        Args:
+            configs: Of each microbatch.
+            trained: `Program.trained()`.
+
+        Raises:
+            ScheduleError: The order does not fit the program.
+        """
+        lead = bool(self.lead) and len(configs) > 1
+        plans: list[StepPlan] = []
+        for ahead in range(len(configs) + 1):
+            numbers = {FORWARD_SIDE: ahead, BACKWARD_SIDE: ahead - 1, **({LEAD_SIDE: 1} if lead and not ahead else {})}
+            numbers = {side: number for side, number in numbers.items() if 0 <= number < len(configs)}
+            forward, backward, early = (
+                configs[numbers[side]] if side in numbers else None for side in (FORWARD_SIDE, BACKWARD_SIDE, LEAD_SIDE)
+            )
+            request = PlanRequest(forward, backward, trained, lead=early, begun=lead and ahead == 1)
+            plans.append((self.plan(request), numbers))
+        return plans
 
     def _asked(self, request: PlanRequest) -> tuple[Side | None, Side | None, Side | None]:
         """The sides of a request: forward, backward, lead."""

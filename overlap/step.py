@@ -21,7 +21,7 @@ from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.agree import agree, compare_collectives
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, LEAD_SIDE, PlanRequest, StepPlan
+from overlap.plan import FORWARD_SIDE, StepPlan
 from overlap.signature import comm_signature
 from recompute import state
 from recompute.errors import ConfigError
@@ -142,24 +142,8 @@ Taken = tuple[Sequence[Tensor], state.Snapshot]
 
 
 def step_plans(chunk: ModelChunk, num_microbatches: int) -> list[StepPlan]:
-    """The plans of a step: forward of the first alone, then pairs, then backward of the last alone.
-
-    With a lead the second forward begins in the first plan, if the step has a second microbatch.
-    """
-    configs = chunk.configs(num_microbatches)
-    trained = chunk.program.trained()
-    lead = bool(chunk.lead) and num_microbatches > 1
-    plans: list[StepPlan] = []
-    for forward in range(num_microbatches + 1):
-        every = {FORWARD_SIDE: forward, BACKWARD_SIDE: forward - 1, **({LEAD_SIDE: 1} if lead and not forward else {})}
-        numbers = {side: number for side, number in every.items() if 0 <= number < num_microbatches}
-        asked = {side: configs[number] for side, number in numbers.items()}
-        request = PlanRequest(
-            asked.get(FORWARD_SIDE), asked.get(BACKWARD_SIDE), trained,
-            lead=asked.get(LEAD_SIDE), begun=lead and forward == 1,
-        )  # fmt: skip
-        plans.append((chunk.planner.plan(request), numbers))
-    return plans
+    """The plans of a step of the chunk."""
+    return chunk.planner.step(chunk.configs(num_microbatches), chunk.program.trained())
 
 
 def replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[str]]:

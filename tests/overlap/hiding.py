@@ -8,9 +8,8 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from overlap.ir import Op, Program, Schedule
-from overlap.lower import Plan
 from overlap.orders import Order, get_order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest, segments_of
+from overlap.plan import BACKWARD_SIDE, Planner, StepPlan, segments_of
 from overlap.recording import RecordingLanes
 from overlap.side import Side
 from recompute import RecomputeConfig, Replay
@@ -84,15 +83,8 @@ def live_segments(slots: Schedule, side: Side) -> int:
     return most
 
 
-def step_plans(planner: Planner, configs: Sequence[RecomputeConfig]) -> list[tuple[Plan, dict[int, int]]]:
-    trained = planner.program.trained()
-    plans = []
-    for ahead in range(len(configs) + 1):
-        front = {FORWARD_SIDE: ahead} if ahead < len(configs) else {}
-        back = {BACKWARD_SIDE: ahead - 1} if ahead else {}
-        request = PlanRequest(configs[ahead] if front else None, configs[ahead - 1] if back else None, trained)
-        plans.append((planner.plan(request), {**front, **back}))
-    return plans
+def step_plans(planner: Planner, configs: Sequence[RecomputeConfig]) -> list[StepPlan]:
+    return planner.step(configs, planner.program.trained())
 
 
 def race_free(planner: Planner, configs: Sequence[RecomputeConfig]) -> None:

@@ -51,12 +51,12 @@ from tests.overlap.programs import (
 
 
 @given(orders(), st.text("MD", max_size=6), st.integers(0, 2), st.lists(CONFIGS, min_size=1, max_size=3), st.booleans(),
-       SHAPES)  # fmt: skip
+       SHAPES, st.integers(0, 6))  # fmt: skip
 def test_any_order_rule_and_pairing_is_legal_and_races_nowhere(
-    order: Order, kinds: str, mtp: int, configs: list[RecomputeConfig], delayed: bool, shape: dict[str, Any]
+    order: Order, kinds: str, mtp: int, configs: list[RecomputeConfig], delayed: bool, shape: dict[str, Any], lead: int
 ) -> None:
     program = with_mtp(dummy_program(kinds, **shape), min(mtp, len(kinds)))
-    planner = Planner(program, order, delayed=delayed)
+    planner = Planner(program, order, delayed=delayed, lead=min(lead, len(kinds)))
     race_free(planner, configs)
     for config in configs:
         side = planner.side(config, program.trained())

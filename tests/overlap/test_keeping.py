@@ -126,13 +126,13 @@ def test_returns_follow_the_compute_before_them() -> None:
 
 
 @given(orders(), st.text("MD", max_size=5), st.integers(0, 2),
-       st.lists(st.sampled_from(CONFIGS), min_size=1, max_size=3), st.booleans(), SHAPES)  # fmt: skip
+       st.lists(st.sampled_from(CONFIGS), min_size=1, max_size=3), st.booleans(), SHAPES,
+       st.integers(0, 5))  # fmt: skip
 def test_nothing_races(
-    order: Order, kinds: str, mtp: int, configs: list[RecomputeConfig], delayed: bool, shape: dict[str, Any]
+    order: Order, kinds: str, mtp: int, configs: list[RecomputeConfig], delayed: bool, shape: dict[str, Any], lead: int
 ) -> None:
     program = with_mtp(dummy_program(kinds, **shape), min(mtp, len(kinds)))
-    planner = Planner(program, order, delayed=delayed)
-    race_free(planner, configs)
+    race_free(Planner(program, order, delayed=delayed, lead=min(lead, len(kinds))), configs)
 
 
 @pytest.mark.parametrize("op", [Op.STORE, Op.LOAD, Op.REPLAY])

@@ -14,40 +14,25 @@ from overlap.errors import RaceError
 from overlap.ir import Program
 from overlap.lower import Issue, Plan
 from overlap.orders import ORDER_NAMES, get_order
-from overlap.plan import Planner, PlanRequest
+from overlap.plan import Planner, StepPlan
 from overlap.recording import RecordingLanes
 from overlap.step import train_step
 from recompute import RecomputeConfig
+from tests.overlap.hiding import step_plans
 from tests.overlap.programs import FakeOwner, drive, dummy_program, fake_owner, nothing, staying, tiny_chunk, tiny_feeds
 
 uniform, block, none = RecomputeConfig.uniform, RecomputeConfig.block, RecomputeConfig.none
 CONFIGS = st.sampled_from([none(), uniform(1), uniform(2), uniform(3), block(1), block(2)])
 
-Plans = list[tuple[Plan, int | None, int | None]]
-
-
-def step_plans(planner: Planner, configs: list[RecomputeConfig]) -> Plans:
-    """The plans of a step, each with its forward and backward microbatch."""
-    trained = planner.program.trained()
-    ahead: list[int | None] = [*range(len(configs)), None]
-    behind: list[int | None] = [None, *range(len(configs))]
-    return [
-        (
-            planner.plan(PlanRequest(None if f is None else configs[f], None if b is None else configs[b], trained)),
-            f,
-            b,
-        )
-        for f, b in zip(ahead, behind, strict=True)
-    ]
+Plans = list[StepPlan]
 
 
 def run(plans: Plans, program: Program, lanes: RecordingLanes) -> None:
     """Drive one step; the synthetic stages never run."""
     owners: dict[int, FakeOwner] = {}
-    for plan, ahead, behind in plans:
-        if ahead is not None:
-            owners[ahead] = fake_owner(ahead, program)
-        drive(lanes, plan, {1 - place: owners[n] for place, n in enumerate((ahead, behind)) if n is not None})
+    for plan, numbers in plans:
+        owners.update((n, fake_owner(n, program)) for n in numbers.values() if n not in owners)
+        drive(lanes, plan, {side: owners[n] for side, n in numbers.items()})
 
 
 @given(
@@ -58,14 +43,18 @@ def run(plans: Plans, program: Program, lanes: RecordingLanes) -> None:
     st.fixed_dictionaries(
         {"tied": st.booleans(), "shared": st.booleans(), "plain_post": st.booleans(), "frozen": st.integers(0, 2)}
     ),
+    st.integers(0, 4),
 )
-def test_no_plan_races(order: str, kinds: str, configs: list[RecomputeConfig], delayed: bool, shape: dict) -> None:
-    """Row 47 (waits and announced uses, on the record): any order, rule, pairing and mix of configs."""
+def test_no_plan_races(
+    order: str, kinds: str, configs: list[RecomputeConfig], delayed: bool, shape: dict, lead: int
+) -> None:
+    """Row 47 (waits and announced uses, on the record): any order, rule, pairing, lead and mix of configs."""
     if shape["tied"]:
         shape = {**shape, "frozen": 0}
     program = dummy_program(kinds, **shape)
     lanes = RecordingLanes()
-    plans = step_plans(Planner(program, get_order(order), delayed=delayed), configs)
+    planner = Planner(program, get_order(order), delayed=delayed, lead=min(lead, len(kinds)))
+    plans = step_plans(planner, configs)
     for _ in range(2):
         run(plans, program, lanes)
         assert lanes.alive() == []
@@ -159,9 +148,9 @@ def caught(slot: str, change: Callable[[Issue], Issue], *, program: Program | No
     """Run a step of two microbatches whose last plan has a fault."""
     program = program or dummy_program("MM")
     plans = step_plans(Planner(program, get_order("multi_queue"), delayed=False), [uniform(2), uniform(2)])
-    plan, ahead, behind = plans[-1]
+    plan, numbers = plans[-1]
     with pytest.raises(RaceError) as error:
-        run([*plans[:-1], (planted(plan, slot, change), ahead, behind)], program, RecordingLanes())
+        run([*plans[:-1], (planted(plan, slot, change), numbers)], program, RecordingLanes())
     return error.value
 
 
@@ -170,11 +159,11 @@ def test_every_wait_inside_a_plan_is_needed() -> None:
     program = dummy_program("MDM", shared=True)
     for config in (none(), uniform(1), uniform(2)):
         plans = step_plans(Planner(program, get_order("multi_queue"), delayed=False), [config, config])
-        for place, (plan, ahead, behind) in enumerate(plans):
+        for place, (plan, numbers) in enumerate(plans):
             for slot in [str(issue.slot) for issue in plan.issues if issue.waits]:
                 broken = planted(plan, slot, lambda issue: replace(issue, waits=()))
                 with pytest.raises(RaceError, match="and no wait orders that behind its write"):
-                    run([*plans[:place], (broken, ahead, behind)], program, RecordingLanes())
+                    run([*plans[:place], (broken, numbers)], program, RecordingLanes())
 
 
 def test_a_wait_removed() -> None:
@@ -232,21 +221,21 @@ def test_a_foreign_use_of_a_gradient_dropped() -> None:
 def test_a_use_that_the_allocating_lane_waited_for_needs_no_announcement() -> None:
     program = relay()
     plans = step_plans(Planner(program, get_order("plain"), delayed=False), [none()])
-    plan, ahead, behind = plans[0]
+    plan, numbers = plans[0]
     silent = planted(plan, "F1.0.send", lambda issue: replace(issue, foreign=()))
     assert plan != silent
-    run([(silent, ahead, behind)], program, RecordingLanes())
+    run([(silent, numbers)], program, RecordingLanes())
 
 
 def test_memory_that_was_passed_on_goes_back_to_the_compute_lane() -> None:
     """Its uses there need no announcement; those of the lane that passed it on do."""
     program = staying(dummy_program("MM"))
     plans = step_plans(Planner(program, get_order("multi_queue"), delayed=True), [uniform(1)] * 2)
-    assert not any("0.sent" in str(issue.foreign) for plan, _, _ in plans for issue in plan.issues)
+    assert not any("0.sent" in str(issue.foreign) for plan, _ in plans for issue in plan.issues)
     run(plans, program, RecordingLanes())
     silent = [
-        (replace(plan, issues=tuple(replace(i, foreign=(), foreign_pieces=()) for i in plan.issues)), ahead, behind)
-        for plan, ahead, behind in plans
+        (replace(plan, issues=tuple(replace(i, foreign=(), foreign_pieces=()) for i in plan.issues)), numbers)
+        for plan, numbers in plans
     ]
     with pytest.raises(RaceError, match="goes back to compute"):
         run(silent, program, RecordingLanes())
