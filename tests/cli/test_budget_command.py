@@ -44,6 +44,7 @@ def test_nothing_fits(capsys) -> None:
         ("plan --budget much", "budget"),
         ("plan --budget 1GiB --method uniform --num-layers 1", "method"),
         ("plan --budget 1GiB --delay-wgrad", "delay_wgrad"),
+        ("plan --budget 1GiB --lead 1", "lead"),
         ("plan --budget 1GiB --preset gpt", "preset"),
         ("plan --budget 1GiB --device-model abacus", "device_model"),
         ("plan --budget 1GiB --packed", "packed"),

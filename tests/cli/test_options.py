@@ -91,7 +91,7 @@ def test_every_option_arrives() -> None:
         "method": "block", "num_layers": 3, "order": "plain", "seq": 9, "batch": 3, "microbatches": 4, "seed": 7,
     }  # fmt: skip
     words = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in settings.items())
-    found = describe(read_options(parse(f"{words} --cut-attention --tied --per-token-loss --delay-wgrad")))
+    found = describe(read_options(parse(f"{words} --cut-attention --tied --per-token-loss --delay-wgrad --lead 2")))
     expected = {
         **settings,
         "granularity": "full",
@@ -99,6 +99,7 @@ def test_every_option_arrives() -> None:
         "tied": True,
         "per_token_loss": True,
         "delay_wgrad": True,
+        "lead": 2,
         "max_seq": 9,
     }
     assert {name: value for name, value in found.items() if value != plain[name]} == expected

@@ -66,6 +66,8 @@ def test_train_through_virtual_stages(capsys: Capsys) -> None:
         ("verify --schedule dualpipev --layers 2 --microbatches 1", "schedule"),
         ("verify --schedule interleaved --pin-activations --layers 2", "pin_activations"),
         ("verify --vpp 2 --layers 2 --control drop_bridge", "control"),
+        ("verify --vpp 2 --layers 2 --lead 1", "lead"),
+        ("plan --schedule dualpipev --layers 2 --lead 1", "lead"),
         ("verify --pp 2 --layers 2", "pp"),
         ("train --vpp 2 --layers 2 --save x", "save"),
     ],

@@ -116,6 +116,7 @@ def test_tables_for_people(tmp_path: Path, capsys: Capsys) -> None:
         ("--pp 2 --pin-activations", "pin_activations=True: has no effect with schedule interleaved"),
         ("--pp 2 --schedule zbv --pin-activations --method none", "pin_activations=True: has no effect where nothing"),
         ("--pp 2 --schedule zbv --vpp 1", "vpp=1: must be 2 for schedule zbv"),
+        ("--pp 2 --lead 1", "lead=1: has no place in a pipeline"),
         ("--pp 1", "pp=1: must be at least 2"),
         ("--pp 2 --vpp 0", "vpp=0: must be at least 1"),
         ("--pp 2 --layers 3", "layers=3: must be at least one per virtual stage: 4"),

@@ -73,6 +73,16 @@ def test_the_order_found_is_accepted_back(tmp_path: Path, capsys: Capsys) -> Non
     assert command(capsys, words).json["equal"] is True
 
 
+def test_a_lead_hides_the_first_forwards_transfers(capsys: Capsys) -> None:
+    """Of steps alone, the pair is the same; the longer the lead, the shorter the step."""
+    found = [simulated(capsys, f"--order single_queue --queues 32 --lead {lead}") for lead in (0, 4, 8)]
+    steps = [payload["milliseconds_per_step"] for payload in found]
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) == 3
+    assert [payload["config"]["lead"] for payload in found] == [0, 4, 8]
+    assert len({payload["milliseconds_per_pair"] for payload in found}) == 1
+
+
 def test_tables_for_people(capsys: Capsys) -> None:
     result = command(capsys, "simulate --order fused --queues 1 --search --for-queues 1")
     assert result.status == 0
@@ -94,6 +104,9 @@ def test_tables_for_people(capsys: Capsys) -> None:
         ("--layers 0", "layers=0: must be at least 1"),
         ("--layers 2 --dense-layers 3", "dense_layers=3: must be from 0 to the layers"),
         ("--microbatches 0", "microbatches=0: must be at least 1"),
+        ("--lead 9", "lead=9: must be an integer from 0 to the layers of the program (8)"),
+        ("--lead -1", "lead=-1: must be"),
+        ("--lead 1 --microbatches 1", "lead=1: has no effect on a step of one microbatch"),
         ("--write best.txt", "write='best.txt': has no effect without --search"),
         ("--seed 1", "seed=1: has no effect without --search"),
         ("--for-queues 1", "for_queues=[1]: has no effect without --search"),

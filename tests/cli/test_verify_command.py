@@ -53,6 +53,7 @@ def test_contract(capsys: Capsys) -> None:
         ("--method uniform --num-layers 2 --dtype bfloat16 --per-token-loss", [[0, 1], [2, 3], [4]]),
         ("--method uniform --num-layers 2 --dtype float64 --batch 3", [[0, 1], [2, 3], [4]]),
         ("--method uniform --num-layers 2 --order plain --batch 1", [[0, 1], [2, 3], [4]]),
+        ("--method uniform --num-layers 2 --order single_queue --lead 3", [[0, 1], [2, 3], [4]]),
     ],
 )
 def test_equal(words: str, segments: list[list[int]], capsys: Capsys) -> None:

@@ -19,7 +19,7 @@ HIDDEN = "--method uniform --num-layers 1 --replay hidden"
         (2, f"--ep 2 {HIDDEN} --mtp 1 --mhc 2 --dropout 0.1", 18),
         (2, "--ep 2 --dtype bfloat16 --seq 8,12 --method uniform --num-layers 2 --debug-collectives", 9),
         (2, f"--ep 2 --route first-rank --pad --seq 12,8 --delay-wgrad {HIDDEN}", 6),
-        (2, "--ep 2 --experts 2 --method block --num-layers 1 --delay-wgrad", 3),
+        (2, "--ep 2 --experts 2 --method block --num-layers 1 --delay-wgrad --lead 2", 3),
         (2, f"--ep 2 --capacity 0.75 {HIDDEN} --dropout 0.1 --pad", 6),
         (2, "--ep 2 --tied --packed --attention gqa --order single_queue --dtype float64", 0),
         (4, f"--ep 4 {HIDDEN} --route balanced", 6),

@@ -24,11 +24,12 @@ def decoder(
     *,
     order: str = "multi_queue",
     delay_wgrad: bool = False,
+    lead: int = 0,
     **config: object,
 ) -> ModelChunk:
     """A small decoder; `config` are fields of ModelConfig."""
     shape = ModelConfig(vocab=VOCAB, **{"layers": 3, "hidden": 16, "kv_rank": 8, **config})
-    return ModelChunk(Decoder(shape), recompute=recompute, order=order, delay_wgrad=delay_wgrad)
+    return ModelChunk(Decoder(shape), recompute=recompute, order=order, delay_wgrad=delay_wgrad, lead=lead)
 
 
 def tokens(microbatches: int, batch: int = 2, seq: int = 6) -> list[Feeds]:

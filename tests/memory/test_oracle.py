@@ -66,6 +66,18 @@ def test_peak_with_parts_rebuilt_and_inputs_on_the_host(rule, delay_wgrad) -> No
     assert predicted.bytes == measure_peak(chunk, tokens(MICROBATCHES))
 
 
+@pytest.mark.parametrize(
+    ("lead", "rule"), [(1, none), (2, uniform(1)), (3, uniform(1, replay=Replay.HIDDEN)), (2, HOST[0])]
+)
+def test_peak_with_a_lead(lead, rule) -> None:
+    """Two forwards at once; the first plan may hold most."""
+    chunk = decoder(rule, lead=lead, **MODELS["plain"])
+    predicted = highest_of(chunk, [footprint("plain")] * MICROBATCHES)
+    assert predicted.bytes == measure_peak(chunk, tokens(MICROBATCHES))
+    usual = highest_of(decoder(rule, **MODELS["plain"]), [footprint("plain")] * MICROBATCHES)
+    assert predicted.bytes >= usual.bytes
+
+
 def test_microbatches_of_several_shapes_that_draw() -> None:
     feeds = [*tokens(1, batch=1, seq=4), *tokens(1, batch=3, seq=5)]
     predicted = predict_peak(lambda: decoder(uniform(1), layers=1, **DRAWS), feeds)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -84,10 +84,21 @@ def test_any_schedule_from_one_dry_run(data) -> None:
         data.draw(one | st.lists(one, min_size=microbatches, max_size=microbatches)),
         order=order,
         delay_wgrad=data.draw(st.booleans()),
+        lead=data.draw(st.integers(0, 2 if shape != 1 else 1)),
         **SHAPES[shape],
     )
     predicted = predict_step(chunk, [footprint(shape)] * microbatches)
     assert_same(measure_step(chunk, tokens(microbatches)).usage, predicted)
+
+
+@pytest.mark.parametrize(("lead", "kept"), [(0, 0), (1, 2), (2, 3), (3, 3)])
+def test_a_lead_keeps_its_inputs_and_where_it_stops(lead, kept) -> None:
+    """Hidden states of the second microbatch between the first two plans; what head reads is no segment input."""
+    chunk = decoder(uniform(1), lead=lead, dense_layers=3)
+    curve = measure_step(chunk, tokens(4)).usage.curve
+    ends = [*accumulate(len(plan.issues) for plan, _ in step_plans(chunk, 4))][:-1]
+    inputs = [curve[end - 1].bytes[Bin.SEGMENT_INPUTS] // (2 * 6 * 16 * 4) for end in ends]
+    assert inputs == [3 + kept, 3, 3, 3]
 
 
 @st.composite

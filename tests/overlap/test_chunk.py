@@ -93,7 +93,7 @@ def test_a_plain_load_keeps_the_plans() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("order", Order.parse("mine", "F.* B.* W.*")), ("delay_wgrad", True), ("module", TinyModel("M"))],
+    [("order", Order.parse("mine", "F.* B.* W.*")), ("delay_wgrad", True), ("lead", 1), ("module", TinyModel("M"))],
 )
 def test_what_plans_are_made_from_cannot_change(name: str, value: object) -> None:
     """Such a setting would be without effect."""

@@ -267,6 +267,8 @@ def test_bad_feeds_are_refused(feeds: Any, accumulate: int, field: str) -> None:
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(ConfigError, match="delay_wgrad"):
         make_pipeline(ScheduleKind.ZBV, small(layers=2), uniform(), delay_wgrad=False)
+    with pytest.raises(ConfigError, match="lead=1: has no place in a pipeline"):
+        make_pipeline(ScheduleKind.INTERLEAVED, small(layers=2), uniform(), lead=1)
     pipeline = make_pipeline(ScheduleKind.DUALPIPEV, small(layers=2), uniform())
     with pytest.raises(ConfigError, match="at least as many microbatches as stages"):
         train_pipeline(pipeline, batch(small(layers=2), 1))
