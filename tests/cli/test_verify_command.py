@@ -100,6 +100,8 @@ def test_controls(control: str, part: str, capsys: Capsys) -> None:
         ("--microbatches 2 --control swap_slots", "control='swap_slots': gradients of fewer than 3 microbatches"),
         ("--control luck", "control='luck': must be one of no_rng"),
         ("--steps 0", "steps=0: must be at least 1"),
+        ("--layers 2 --mtp 1 --lead 4", "lead=4: must be an integer from 0 to the layers of the program (3)"),
+        ("--lead 1 --microbatches 1", "lead=1: has no effect on a step of one microbatch: leave it out"),
     ],
 )
 def test_nothing_to_do(words: str, rule: str, capsys: Capsys) -> None:

@@ -18,8 +18,8 @@ TRAIN = f"train {TINY} --layers 2 --batch 1 --microbatches 2 --json"
 @pytest.mark.parametrize(
     ("size", "words"),
     [
-        (2, "--fsdp --debug-collectives"),
-        (2, "--fsdp --dtype bfloat16 --delay-wgrad"),
+        (2, "--fsdp --debug-collectives --lead 1"),
+        (2, "--fsdp --dtype bfloat16 --delay-wgrad --lead 2"),
         (4, "--fsdp --ep 2 --per-token-loss --seq 8,4,8,4"),
     ],
 )

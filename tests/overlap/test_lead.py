@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from overlap.step import forward_only, step_plans, train_step
 from overlap.validate import validate
 from overlap.verify import step_facts, verify
 from recompute import ConfigError, Keep, RecomputeConfig
-from tests.overlap.hiding import HIDDEN, with_mtp
+from tests.overlap.hiding import HIDDEN, race_free, with_mtp
 from tests.overlap.hiding import step_plans as plans_of
 from tests.overlap.programs import differences, dummy_program, label, result_of, side_of, tiny_chunk, tiny_feeds
 from tests.overlap.test_selective import feeds
@@ -152,6 +153,15 @@ def test_plans_hand_over_exactly_what_the_rest_reads() -> None:
         survives = third.imports.get(BACKWARD_SIDE, frozenset())
         assert first.exports[LEAD_SIDE] == second.imports[FORWARD_SIDE] | (survives - written)
         assert second.imports[FORWARD_SIDE] >= {("1.out", 0), ("target", 0)}
+
+
+@pytest.mark.parametrize("lead", [1, 2, 3])
+@pytest.mark.parametrize("config", [none, uniform(2, replay=HIDDEN), uniform(1, keep=Keep.HOST)])
+def test_nothing_races(config: RecomputeConfig, lead: int) -> None:
+    """An input that left in the lead is let go by the rest of the forward, which waits for that."""
+    orders = [get_order("multi_queue", HIDDEN), *([] if config.replay is HIDDEN else [PLAIN])]
+    for kinds, order in product(("MMM", "DMD"), orders):
+        race_free(Planner(dummy_program(kinds), order, delayed=True, lead=lead), [config] * 3)
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,8 @@ def caught(slot: str, change: Callable[[Issue], Issue], *, program: Program | No
 def test_every_wait_inside_a_plan_is_needed() -> None:
     """Each wait that lowering left in place is missed when it is taken out: none is spare, none goes unnoticed."""
     program = dummy_program("MDM", shared=True)
-    for config in (none(), uniform(1), uniform(2)):
-        plans = step_plans(Planner(program, get_order("multi_queue"), delayed=False), [config, config])
+    for config, lead in ((none(), 0), (uniform(1), 0), (uniform(2), 0), (uniform(1), 2)):
+        plans = step_plans(Planner(program, get_order("multi_queue"), delayed=False, lead=lead), [config, config])
         for place, (plan, numbers) in enumerate(plans):
             for slot in [str(issue.slot) for issue in plan.issues if issue.waits]:
                 broken = planted(plan, slot, lambda issue: replace(issue, waits=()))

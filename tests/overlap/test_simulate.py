@@ -31,6 +31,15 @@ def system(order: str | Order, recompute: RecomputeConfig = HIDDEN, costs: Stage
     return System(**fields)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2, 4])
+def test_a_lead_moves_slots_and_adds_none(microbatches: int) -> None:
+    usual, found = (measure_step(system("single_queue", lead=lead), microbatches, 32) for lead in (0, 3))
+    assert sorted(str(span.slot) for span in found.spans) == sorted(str(span.slot) for span in usual.spans)
+    order = [str(span.slot) for span in found.spans]
+    begun = microbatches > 1 and order.index("N1.2.post") < order.index("B0.head")
+    assert begun is (microbatches > 1)
+
+
 def compute(ms: float, *after: int, kernels: int = 4) -> Task:
     return Task(Lane.COMPUTE, ms, kernels, after)
 
