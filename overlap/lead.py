@@ -54,7 +54,7 @@ def remaining(side: Side, lead: int) -> Side:
     return replace(side, skips=lead)
 
 
-def carried(side: Side, survivors: frozenset[Key]) -> frozenset[Key]:
+def handed_over(side: Side, survivors: frozenset[Key]) -> frozenset[Key]:
     """The values that a lead leaves: what the rest of its forward reads, and what survives the whole forward.
 
     Args:

@@ -10,7 +10,7 @@ from overlap.expand import expand
 from overlap.hidden import Hosts, hosts_of
 from overlap.ir import Program, Schedule, StageKey
 from overlap.keeping import add_transfers
-from overlap.lead import carried, check_lead, interleave, leading, remaining
+from overlap.lead import check_lead, handed_over, interleave, leading, remaining
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
@@ -171,7 +171,7 @@ class Planner:
             kept = {} if request.forward is None else {FORWARD_SIDE: self.survivors(request.forward, request.trained)}
             if request.lead is not None:
                 rest = remaining(self.side(request.lead, request.trained), self.lead)
-                kept[LEAD_SIDE] = carried(rest, self.survivors(request.lead, request.trained))
+                kept[LEAD_SIDE] = handed_over(rest, self.survivors(request.lead, request.trained))
             self._plans[request] = lower(self.schedule(request), sides, kept)
         return self._plans[request]
 

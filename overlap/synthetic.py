@@ -13,7 +13,7 @@ from typing import Any
 from overlap.builder import ProgramBuilder, Value
 from overlap.costs import StageCosts
 from overlap.ir import Op, Program
-from overlap.lead import carried, leading, remaining
+from overlap.lead import handed_over, leading, remaining
 from overlap.lower import Key, Plan, backward_reads, lower
 from overlap.orders import Order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, LEAD_SIDE, make_schedule, segments_of, sides_of
@@ -193,5 +193,5 @@ def plan_chunks(forward: System | None, backward: System | None, *, lead: bool =
     )
     kept = {} if forward is None else {FORWARD_SIDE: forward.survivors}
     if lead:
-        kept[LEAD_SIDE] = carried(remaining(one.side, one.lead), one.survivors)
+        kept[LEAD_SIDE] = handed_over(remaining(one.side, one.lead), one.survivors)
     return lower(schedule, sides_of(ahead, behind, early), kept)

@@ -17,7 +17,7 @@ from overlap.ir import Lane, Op, parse_schedule
 from overlap.keeping import LOADED, STORED
 from overlap.lower import Issue, Plan
 from overlap.orders import Order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest, make_schedule
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest, StepPlan, make_schedule
 from overlap.recording import RecordingLanes
 from overlap.reference import reference_step
 from overlap.step import train_step
@@ -93,7 +93,7 @@ def test_facts_count_moves() -> None:
     assert facts.replayed_a2a_per_layer == 1.0
 
 
-def plans(config: RecomputeConfig, kinds: str = "MMM") -> list[tuple[Plan, dict[int, int]]]:
+def plans(config: RecomputeConfig, kinds: str = "MMM") -> list[StepPlan]:
     planner = Planner(dummy_program(kinds), Order.parse("plain", "F.* B.* R.* W.*"), delayed=False)
     return step_plans(planner, [config] * 2)
 

@@ -17,7 +17,7 @@ from overlap.contiguous import contiguous_step
 from overlap.engine import Engine, MicrobatchState
 from overlap.errors import ScheduleError
 from overlap.ir import Op, Schedule, format_schedule, parse_schedule
-from overlap.lead import carried, check_lead, check_second, interleave, leading, remaining
+from overlap.lead import check_lead, check_second, handed_over, interleave, leading, remaining
 from overlap.lower import Issue
 from overlap.memory.segments import SegmentCounter
 from overlap.model import Decoder, ModelConfig
@@ -141,7 +141,7 @@ def test_what_a_lead_leaves() -> None:
     survivors = frozenset({("embedded", 0), ("0.out", 0), ("0.routing", 0), ("1.out", 0), ("2.routing", 0)})
     # what the third layer reads, what head reads of before and of the feeds; not what is still to be written
     read = {("1.out", 0), ("weight.tied", 0), ("target", 0)}
-    assert carried(side, survivors) == survivors - {("2.routing", 0)} | read
+    assert handed_over(side, survivors) == survivors - {("2.routing", 0)} | read
 
 
 def test_plans_hand_over_exactly_what_the_rest_reads() -> None:
@@ -324,7 +324,7 @@ def test_a_wrong_hand_over_is_seen() -> None:
 
 def test_values_at_the_cut_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Control: a lead leaves what backward reads, and no more."""
-    monkeypatch.setattr("overlap.plan.carried", lambda side, survivors: survivors)
+    monkeypatch.setattr("overlap.plan.handed_over", lambda side, survivors: survivors)
     with pytest.raises(KeyError):
         train_step(tiny_chunk("MMM", recompute=none, lead=1), tiny_feeds(2))
 
