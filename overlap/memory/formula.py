@@ -2,7 +2,7 @@
 
 (ceil(L/k) + N - 1) * I + k * A bytes, with L layers in segments of k, N microbatches in flight (at most two here: one
 runs forward while the one before runs backward), I bytes of one segment's inputs and A bytes of one layer's graph. It
-knows nothing of gradients, losses, routing or the order of slots; the prediction does.
+knows nothing of gradients, losses, routing, the order of slots or a lead; the prediction does.
 """
 
 from __future__ import annotations
