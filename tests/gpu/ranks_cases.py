@@ -20,6 +20,7 @@ class Case:
     """A name of test_verify.RULES."""
     order: str = "multi_queue"
     delay_wgrad: bool = False
+    lead: int = 0
     model: Mapping[str, Any] = field(default_factory=dict)
     """Changes of test_verify.SHAPE."""
     dtype: str = "bfloat16"
@@ -53,6 +54,7 @@ _WHATS = (
     Case(what="exposed, single_queue", rule="uniform2", order="single_queue", delay_wgrad=True, model=_DROPOUT),
     Case(what="hidden, multi_queue", model=_DROPOUT),
     Case(what="hidden, single_queue", order="single_queue", delay_wgrad=True, model=_DROPOUT),
+    Case(what="hidden, lead 2", order="single_queue", delay_wgrad=True, lead=2, model=_DROPOUT),
     Case(what="hidden, segments of two", rule="uniform2-hidden", model=_DROPOUT),
     Case(what="hidden, block, a dense layer", rule="block3-hidden", model={"dense_layers": 1}),
     Case(what="mtp 1, exposed, multi_queue", rule="uniform1", model={"mtp": 1, **_DROPOUT}),
@@ -77,6 +79,7 @@ _WHATS = (
     Case(what="fsdp, exposed, multi_queue", rule="uniform1", data="fsdp", model=_DROPOUT),
     Case(what="fsdp, hidden, multi_queue", data="fsdp", model=_DROPOUT),
     Case(what="fsdp, hidden, single_queue", order="single_queue", delay_wgrad=True, data="fsdp", model=_DROPOUT),
+    Case(what="fsdp, hidden, lead 2", lead=2, data="fsdp", model=_DROPOUT),
     Case(what="fsdp, mtp 1, mhc 4, hidden", data="fsdp", model=_DEPTHS),
     Case(what="fsdp, float32, hidden", data="fsdp", model=_DROPOUT, dtype="float32"),
     Case(what="fsdp, late communication", lanes="late_comm", data="fsdp"),

@@ -105,6 +105,7 @@ def make_chunk(case: Case, world: World, config: ModelConfig, transport: Transpo
         recompute=rule,
         order=get_order(case.order, rule.replay),
         delay_wgrad=case.delay_wgrad,
+        lead=case.lead,
         lanes=LANES[case.lanes](world.device),
         world=world,
     )

@@ -53,6 +53,12 @@ def test_equal_to_the_reference(variant, rule, order):
     assert verdict.max_live_segments <= (2 if "hidden" in rule else 1)
 
 
+def test_a_lead_is_recorded():
+    config = config_of("dropout")
+    chunk = chunk_of(config, "uniform1-hidden", "single_queue", lead=3)
+    assert verify(chunk, batches(config, STEPS), graph=True).equal
+
+
 @pytest.mark.parametrize("run", [contiguous_step, reference_step])
 def test_other_steps_can_be_recorded(run):
     config = config_of("dropout")

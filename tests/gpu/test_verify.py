@@ -46,13 +46,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_chunk(config: ModelConfig, rule: RecomputeConfig, order: str, *, loopback: bool, delay: bool) -> ModelChunk:
+def make_chunk(
+    config: ModelConfig, rule: RecomputeConfig, order: str, *, loopback: bool, delay: bool, lead: int = 0
+) -> ModelChunk:
     transport = HostLoopback() if loopback else LocalTransport()
     return ModelChunk(
         Decoder(config, transport=transport, seed=0).to(DEVICE),
         recompute=rule,
         order=get_order(order, rule.replay),
         delay_wgrad=delay,
+        lead=lead,
         lanes=StreamLanes(DEVICE),
     )
 
@@ -131,6 +134,16 @@ def test_a_late_lane_changes_nothing(lanes, rule, delay):
     """Poisoned allocator (unwritten memory is NaN) and one stream that lags: a race would show (B19, B22)."""
     config = ModelConfig(layers=4, dtype="bfloat16", **SHAPE)
     chunk = make_chunk(config, RULES[rule], "multi_queue", loopback=True, delay=delay)
+    chunk.lanes = lanes(DEVICE)
+    assert verify(chunk, batches(config)).equal
+
+
+@pytest.mark.parametrize("lead", [1, 3, 5])
+@pytest.mark.parametrize("rule", ["none", "uniform1", "uniform2-hidden"])
+@pytest.mark.parametrize("lanes", [StreamLanes, LateComm, LateCompute])
+def test_a_lead_changes_nothing(lanes, rule, lead):
+    config = ModelConfig(layers=4, dtype="bfloat16", mtp=1, dropout=0.1, **SHAPE)
+    chunk = make_chunk(config, RULES[rule], "single_queue", loopback=True, delay=True, lead=lead)
     chunk.lanes = lanes(DEVICE)
     assert verify(chunk, batches(config)).equal
 
