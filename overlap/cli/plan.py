@@ -14,8 +14,10 @@ from overlap.cli.pipeline_options import add_pipeline_options, wants_pipeline
 from overlap.cli.pipeline_plan import plan_pipeline
 from overlap.cli.report import console, print_json, table
 from overlap.ir import WEIGHTS, Schedule
+from overlap.memory.gap import slot_text
 from overlap.plan import PlanRequest
 from overlap.side import Side
+from overlap.step import step_plans
 from overlap.verify import step_facts
 
 
@@ -61,11 +63,19 @@ def run(args: argparse.Namespace) -> int:
         "pair": [str(slot) for slot in schedule],
         "config": describe(options),
     }
+    if options.lead:
+        payload["first_plan"] = _first_plan(chunk, options.microbatches)
     if options.json:
         print_json(payload)
     else:
         _show(payload, schedule)
     return 0
+
+
+def _first_plan(chunk: ModelChunk, microbatches: int) -> list[str]:
+    """What a step with a lead issues first, by the microbatches' numbers in the step."""
+    plan, numbers = step_plans(chunk, microbatches)[0]
+    return [slot_text(issue, numbers[issue.slot.microbatch]) for issue in plan.issues]
 
 
 def _kept(chunk: ModelChunk, side: Side, index: int, options: Options) -> dict[str, list[str]]:
@@ -112,3 +122,6 @@ def _show(payload: dict[str, Any], schedule: Schedule) -> None:
     console.print(f"slots of a step: {slots}; replayed all-to-alls: {payload['replayed_a2a']}")
     console.print("[bold]Issue order of one pair[/] (1: the microbatch that runs forward, 0: backward)")
     console.print("  " + " ".join(str(slot) for slot in schedule), soft_wrap=False, highlight=False)
+    if "first_plan" in payload:
+        console.print("[bold]Issue order of the first plan[/] (0, 1: the first and the second microbatch)")
+        console.print("  " + " ".join(payload["first_plan"]), soft_wrap=False, highlight=False)

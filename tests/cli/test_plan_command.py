@@ -73,3 +73,11 @@ def test_zero_layers_and_own_model(capsys: Capsys) -> None:
     assert command(capsys, f"plan --layers 0 --method uniform --num-layers 1 --json {TINY}").json["segments"] == []
     words = "plan --program examples.own_layer:build --method block --num-layers 2 --json"
     assert [s["layers"] for s in command(capsys, words).json["segments"]] == [[0], [1]]
+
+
+def test_the_first_plan_of_a_lead(capsys: Capsys) -> None:
+    words = f"plan --layers 2 --shared-width 0 --lead 1 {TINY.replace('--shared-width 8', '')}"
+    slots = command(capsys, f"{words} --json").json["first_plan"]
+    assert slots[slots.index("F0.1.dispatch") + 1 :][:4] == ["F1.embed", "F1.0.attn", "F1.0.dispatch", "F0.1.experts"]
+    assert "first_plan" not in command(capsys, f"plan --layers 2 --json {TINY}").json
+    assert "Issue order of the first plan" in command(capsys, words).out
