@@ -89,10 +89,12 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "set_stream", lambda stream: None)
 
 
-def build(rule: RecomputeConfig = none, order: str = "multi_queue", delay: bool = False, wire: str = "local"):
+def build(
+    rule: RecomputeConfig = none, order: str = "multi_queue", delay: bool = False, wire: str = "local", lead: int = 0
+) -> ModelChunk:
     config = ModelConfig(vocab=VOCAB, layers=2, dense_layers=0, hidden=16, kv_rank=8)
     model = Decoder(config, transport=TRANSPORTS[wire]())
-    return ModelChunk(model, recompute=rule, order=order, delay_wgrad=delay)
+    return ModelChunk(model, recompute=rule, order=order, delay_wgrad=delay, lead=lead)
 
 
 @cache
@@ -107,6 +109,15 @@ def test_every_border_and_the_peak(streams, order, rule, delay, wire) -> None:
     chunk = build(rule, order, delay, wire)
     chunk.lanes = StreamLanes(torch.device("cpu"))
     bare, found = ([footprint(wire, constants)] * MICROBATCHES for constants in (False, True))
+    assert_same(measure_step(chunk, tokens(MICROBATCHES)).usage, predict_step(chunk, bare, streams=True))
+    assert highest_of(chunk, found, streams=True).bytes == measure_peak(chunk, tokens(MICROBATCHES))
+
+
+@pytest.mark.parametrize(("rule", "lead"), [(uniform(1), 1), (none, 2)], ids=str)
+def test_every_border_and_the_peak_with_a_lead(streams, rule, lead) -> None:
+    chunk = build(rule, "single_queue", True, "copies", lead)
+    chunk.lanes = StreamLanes(torch.device("cpu"))
+    bare, found = ([footprint("copies", constants)] * MICROBATCHES for constants in (False, True))
     assert_same(measure_step(chunk, tokens(MICROBATCHES)).usage, predict_step(chunk, bare, streams=True))
     assert highest_of(chunk, found, streams=True).bytes == measure_peak(chunk, tokens(MICROBATCHES))
 
