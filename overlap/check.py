@@ -18,7 +18,7 @@ from overlap.check_graph_only import check_graph_only
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
-from overlap.ir import Lane, Program, Stage
+from overlap.ir import Program, Stage
 from recompute.rng import default_generators, seeded, stage_seed
 
 
@@ -133,16 +133,15 @@ def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Se
 
 
 def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-    """What a compute stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
+    """What a stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
     if stage.aliases:
         passed = [v for name, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(name)]
         _check_passed_on(stage, inputs, passed, "writes")
-    if stage.lane is not Lane.COMPUTE:
         return
     foreign = {
         value.untyped_storage()._cdata: name
         for name, value in zip(stage.reads, inputs, strict=True)
-        if torch.is_tensor(value) and name in program.producers and program.producers[name].lane is not stage.lane
+        if torch.is_tensor(value) and name in program.producers and program.producers[name].allocates is not stage.lane
     }
     for name, value in zip(stage.writes, outputs, strict=True):
         if torch.is_tensor(value) and value.untyped_storage()._cdata in foreign:

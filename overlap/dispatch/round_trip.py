@@ -15,7 +15,11 @@ from overlap.dispatch.transport import Gradients
 
 
 class RoundTrip(ABC):
-    """A transport that takes time: rows and their gradients make a trip, the weights are few bytes and stay."""
+    """A transport that takes time: rows and their gradients make a trip, the weights are few bytes and are copied.
+
+    Copied, because what a transport hands on is its lane's memory (R14): a reader on a third lane, as the copy of a
+    segment input to the host, would be waited for by the wrong lane.
+    """
 
     @abstractmethod
     def round_trip(self, rows: Tensor) -> Tensor:
@@ -29,10 +33,10 @@ class RoundTrip(ABC):
         self, tokens: Tensor, probs: Tensor, routing: Routing, *, pinned: tuple[Arrival] | None = None
     ) -> tuple[Tensor, Tensor, Arrival]:
         """Send the rows round."""
-        return self._trip(tokens), probs, stay(routing) if pinned is None else pinned[0]
+        return self._trip(tokens), probs.clone(), stay(routing) if pinned is None else pinned[0]
 
     def dispatch_adjoint(self, grads: Gradients, pinned: Sequence[Any]) -> tuple[Tensor | None, Tensor | None, None]:
-        """Send the rows' gradient round."""
+        """Send the rows' gradient round; the weights' goes to the lane that made it, as it is."""
         tokens = grads[0]
         return None if tokens is None else self._trip(tokens), grads[1], None
 

@@ -222,6 +222,24 @@ def test_another_lanes_memory_is_not_handed_on() -> None:
         train_step(ModelChunk(PassesOn(False), order="plain"), [feeds])
 
 
+@pytest.mark.parametrize(("forward", "refused"), [(lambda h: h, True), (lambda h: h[:], True), (torch.clone, False)])
+def test_a_transport_allocates_what_it_hands_on(forward: Any, refused: bool) -> None:
+    """B19's kind: a reader on a third lane would be waited for by the wrong one, and the memory given out too early."""
+
+    def build(module: Any, b: ProgramBuilder) -> None:
+        (h,) = b.compute("embed", lambda x: x * module.first, b.input("x"), outputs=("h",), parameters=(module.first,))
+        (y,) = b.comm("wire", forward, h, outputs=("y",), adjoint=lambda grads, pinned: grads)
+        (loss,) = b.compute("head", lambda y: y.square().sum(), y, outputs=("loss",))
+        b.loss(loss)
+
+    chunk = ModelChunk(Own(build, first=nn.Parameter(torch.ones(3))))
+    if not refused:
+        check_stages(chunk, FEEDS)
+        return
+    with pytest.raises(ProgramError, match=r"stage wire hands on the storage of 'h' as 'y'.*R14"):
+        check_stages(chunk, FEEDS)
+
+
 @pytest.mark.parametrize(
     ("forward", "adjoint", "message"),
     [

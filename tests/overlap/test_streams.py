@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from overlap import ModelChunk
 from overlap.contiguous import contiguous_step
 from overlap.dispatch import LocalTransport
+from overlap.dispatch.round_trip import RoundTrip
 from overlap.engine import MicrobatchState
 from overlap.ir import Lane, Op
 from overlap.lower import Issue
@@ -125,13 +126,16 @@ def test_what_another_lane_uses_is_held_until_its_owner_has_waited(current: list
     assert not alive["experts"], "let go at the owner's wait"
 
 
-class Elsewhere(LocalTransport):
-    """Nothing moves, but its stages count as those of a wire, which allocates what it delivers."""
+class Elsewhere(RoundTrip):
+    """A wire, which allocates what it delivers."""
+
+    def round_trip(self, rows: Tensor) -> Tensor:
+        return rows.clone()
 
 
 @pytest.mark.parametrize(("transport", "held"), [(LocalTransport(), False), (Elsewhere(), True)])
 def test_what_a_stage_passes_on_is_no_memory_of_its_lane(
-    current: list[FakeStream], transport: LocalTransport, held: bool
+    current: list[FakeStream], transport: LocalTransport | RoundTrip, held: bool
 ) -> None:
     """Rows that stay where they are go when the experts have read them, if the graph keeps nothing of them."""
     lanes = StreamLanes(torch.device("cpu"))
