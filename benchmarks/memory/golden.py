@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-GOLDEN = RESULTS / "h200_2026-11-30.json"
+GOLDEN = RESULTS / "graph_2026-11-30.json"
 """Times. Peaks are checked against their predictions, by the suite `oracle`."""
 
 

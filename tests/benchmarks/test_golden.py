@@ -65,11 +65,11 @@ def test_a_prediction_that_misses_fails() -> None:
 
 def test_ratios(payload, tmp_path, capsys) -> None:
     other = copy.deepcopy(payload)
-    other["overhead"][0]["step"] *= 2
+    other["graph_overhead"][0]["step"] *= 2
     found = {(r.part, r.case, r.field): r.ratio for r in compare.ratios(payload, other)}
-    assert found["overhead", payload["overhead"][0]["name"], "step"] == 2
+    assert found["graph_overhead", payload["graph_overhead"][0]["name"], "step"] == 2
     assert sum(ratio != 1 for ratio in found.values()) == 1
-    for name, content in (("a.json", payload), ("b.json", other), ("c.json", {"overhead": []})):
+    for name, content in (("a.json", payload), ("b.json", other), ("c.json", {"graph_overhead": []})):
         (tmp_path / name).write_text(json.dumps(content))
     assert compare.show(tmp_path / "a.json", tmp_path / "b.json") == 0
     assert "2.000" in capsys.readouterr().out
@@ -79,4 +79,4 @@ def test_ratios(payload, tmp_path, capsys) -> None:
 def test_markdown_has_environment_and_a_row_per_case(payload) -> None:
     text = markdown(payload)
     assert f"- command: {payload['environment']['command']}" in text
-    assert all(f"| {row['name']} |" in text for row in payload["overhead"])
+    assert all(f"| {row['name']} |" in text for row in payload["graph_overhead"])

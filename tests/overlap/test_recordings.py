@@ -17,7 +17,7 @@ from overlap.synthetic import MOE, System
 from overlap.timeline import Timeline, chrome_trace
 from recompute import ConfigError, RecomputeConfig, Replay
 
-COMMITTED = "benchmarks/memory/results/h200_2026-11-30_trace.json"
+COMMITTED = "benchmarks/memory/results/graph_2026-11-30_trace.json"
 
 
 def step(name: str, replay: Replay) -> Timeline:
