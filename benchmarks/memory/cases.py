@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from overlap.model import DType, ModelConfig
+from overlap.orders import Order
 from recompute import RecomputeConfig, Replay
 
 SEQ = 4096
@@ -72,6 +73,11 @@ class Case:
     wire_scale: float = 1.0
     graph: bool = False
     """Launched as one CUDA graph."""
+
+    @property
+    def issue_order(self) -> str | Order:
+        """The order of `table`, or the name of a built-in one."""
+        return Order.parse(self.order, self.table) if self.table else self.order
 
     @property
     def name(self) -> str:

@@ -22,7 +22,6 @@ from overlap.dispatch.sm_copy import SmCopy
 from overlap.ir import Lane
 from overlap.model import Decoder, ModelConfig, MoELayer
 from overlap.observe import TimedLanes, graph_event
-from overlap.orders import Order
 from overlap.step import step_plans, train_step
 from overlap.streams import StreamLanes
 from overlap.timeline import Timeline
@@ -86,7 +85,7 @@ class Bench:
         return ModelChunk(
             self._model,
             recompute=case.recompute,
-            order=Order.parse(case.order, case.table) if case.table else case.order,
+            order=case.issue_order,
             delay_wgrad=case.delay_wgrad,
             lead=case.lead,
             lanes=self._lanes,

@@ -30,7 +30,6 @@ from overlap.memory import (
 from overlap.memory.facts import Footprint
 from overlap.memory.oracle import highest_of
 from overlap.model import Decoder, ModelConfig
-from overlap.orders import get_order
 from overlap.planning.chunks import ChunkShape
 from overlap.planning.device_kernels import INSIDE, DeviceKernels, register_flops
 from overlap.planning.survey import CUDA_BLOCK, distinct_layers, spread, stand_in
@@ -88,7 +87,7 @@ class Oracle:
         return ModelChunk(
             self._module,
             recompute=case.recompute,
-            order=get_order(case.order, case.recompute.replay),
+            order=case.issue_order,
             delay_wgrad=case.delay_wgrad,
             lead=case.lead,
         )
