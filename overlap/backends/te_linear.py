@@ -131,4 +131,7 @@ def _weight_gradient(
     restore: Callable[..., list[Any]], compute_dtype: torch.dtype, *plain: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     x, grad = restore(*plain)
-    return multiply(x, grad, WEIGHT_GRADIENT, compute_dtype).to(dtype)
+    gradient = multiply(x, grad, WEIGHT_GRADIENT, compute_dtype)
+    # The graph, which outlives this, has the object that x was put together in: it would hold the columns.
+    flat([x])
+    return gradient.to(dtype)

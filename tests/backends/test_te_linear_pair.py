@@ -231,6 +231,16 @@ def test_a_graph_that_is_kept_gives_the_same_again(parts):
     assert all(torch.equal(a, b) for a, b in zip(once, torch.autograd.grad(outputs, inputs, seeds), strict=True))
 
 
+def test_columns_go_with_the_weight_gradient(parts):
+    """Though the graph is still there, as that of a stage is until all of its backward is done."""
+    gc.collect()
+    Quantised.alive.clear()
+    outputs = parts.pair(parts.first, parts.second, parts.x.clone().requires_grad_())
+    torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+    assert len(Quantised.alive) == 2
+    assert [one for one in Quantised.alive if one.columns is not None] == []
+
+
 def test_under_autocast(parts):
     """The input's gradients have its type when they are added, as apart."""
     for layer in (parts.first, parts.second):
