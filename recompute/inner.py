@@ -207,6 +207,11 @@ def rebuilding(modules: Collection[RecomputeModule], contexts: Contexts = ()) ->
         _scopes.pop()
 
 
+def rebuilds(module: RecomputeModule) -> bool:
+    """Whether `rebuild` would have a part of this name, called now, rebuilt in backward."""
+    return bool(_scopes) and module in _scopes[-1].modules and torch.is_grad_enabled()
+
+
 def rebuild(module: RecomputeModule, function: Callable[..., Any], *inputs: Any, draws: bool = False) -> Any:
     """Call `function(*inputs)`, a part of a stage that `rebuilding` may ask to rebuild in backward.
 
@@ -224,7 +229,7 @@ def rebuild(module: RecomputeModule, function: Callable[..., Any], *inputs: Any,
     """
     seeds = draws_inside(module.value) if draws else None
     call = function if seeds is None else partial(_call_in, seeds, function)
-    if not _scopes or module not in _scopes[-1].modules or not torch.is_grad_enabled():
+    if not rebuilds(module):
         return call(*inputs)
     if draws and seeds is None:
         raise RecomputeError(f"module {module.value} draws outside a seeded stage: the numbers cannot be drawn again")

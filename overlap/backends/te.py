@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from overlap.backends.te_attention import TECoreAttention, TENorm
 from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
+from overlap.backends.te_linear_pair import TELinearPair
 from overlap.backends.te_norm_linear import TENormThenLinear
 from overlap.backends.te_permute import TEPermutation
 from overlap.backends.te_router import TERouter, offers
@@ -23,7 +24,7 @@ from overlap.model.config import ModelConfig
 from overlap.model.decoder import Decoder
 from overlap.model.experts import GroupedExperts
 from overlap.model.fp8 import ROW_MULTIPLE, Fp8Config
-from overlap.model.linear import Linear
+from overlap.model.linear import Linear, LinearPair
 from overlap.model.norm import NormThenLinear, RMSNorm
 from overlap.model.permute import Permutation
 from overlap.model.router import Router
@@ -136,6 +137,8 @@ class TEBackend:
             return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
         if type(module) is RMSNorm and products:
             return TENorm(module.weight, module.eps)
+        if type(module) is LinearPair and recipe is not None and not self.modules:
+            return TELinearPair()
         if type(module) is NormThenLinear and self.modules:
             return TENormThenLinear()
         if type(module) is Permutation and self.modules:

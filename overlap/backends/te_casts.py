@@ -107,6 +107,11 @@ def cast_split(
     return results
 
 
+def again(tensor: Any) -> Any:
+    """The same quantised tensor, in the same memory, as an object of its own: each may let parts go."""
+    return type(tensor)(**tensor.get_metadata())
+
+
 def keep_columns(tensors: Sequence[Any]) -> None:
     """Let the rows of quantised tensors go."""
     for tensor in tensors:

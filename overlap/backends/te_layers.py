@@ -60,6 +60,12 @@ def _bind_again(layer: nn.Module, keys: object) -> None:
         layer.bind()
 
 
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a call of it is its class's forward and nothing else, so that what does the same may stand for it."""
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
+    return not any(hooks) and "forward" not in vars(layer)
+
+
 class TELinear(TELayer):
     """In the place of model.linear.Linear.
 
@@ -79,11 +85,21 @@ class TELinear(TELayer):
 
     def bind(self) -> None:
         """Make the product."""
-        self._product: Fp8Product | Product = Fp8Product(self.weight, self.recipe, self.scaling)
+        self._product: Any = Fp8Product(self.weight, self.recipe, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]."""
-        return self._product(self.weight, x)
+        result: Tensor = self._product(self.weight, x)
+        return result
+
+    def shares_casts(self, other: TELinear) -> bool:
+        """Whether both cast an input alike: by one recipe, and by no scales of their own."""
+        return self.recipe is other.recipe and not (len(self.scaling) or len(other.scaling))
+
+    def both(self, other: TELinear, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., I] -> [..., O] of this and another that shares casts, of one cast of x."""
+        result: tuple[Tensor, Tensor] = self._product.both(self.weight, other._product, other.weight, x)
+        return result
 
 
 class TEModuleLinear(TELinear):

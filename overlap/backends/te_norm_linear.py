@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from overlap.backends.te_attention import TENorm
-from overlap.backends.te_layers import TEModuleLinear
+from overlap.backends.te_layers import TEModuleLinear, is_plain
 from overlap.model.norm import NormThenLinear
 
 
@@ -19,11 +19,6 @@ class TENormThenLinear(NormThenLinear):
 
     def forward(self, norm: nn.Module, linear: nn.Module, x: Tensor) -> Tensor:
         """[..., I] -> [..., O]; one after the other where either was replaced, or has hooks that would see it run."""
-        if type(norm) is TENorm and type(linear) is TEModuleLinear and not (_has_hooks(norm) or _has_hooks(linear)):
+        if type(norm) is TENorm and type(linear) is TEModuleLinear and is_plain(norm) and is_plain(linear):
             return linear.behind_norm(norm.weight, norm.eps, x)
         return super().forward(norm, linear, x)
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)

@@ -5,7 +5,7 @@ Legend: B sequences, S positions, C hidden, H heads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -15,11 +15,11 @@ from torch.nn import functional as F
 from overlap.model.config import Attention, ModelConfig
 from overlap.model.fused import fused
 from overlap.model.latent_heads import turned
-from overlap.model.linear import Linear
+from overlap.model.linear import Linear, LinearPair
 from overlap.model.norm import NormThenLinear, RMSNorm
 from overlap.model.rope import Rotary
 from overlap.model.sequences import Sequences
-from recompute.inner import rebuild
+from recompute.inner import rebuild, rebuilds
 from recompute.modules import RecomputeModule
 
 PLAIN = Sequences()
@@ -64,6 +64,7 @@ class LatentAttention(nn.Module):
         self.latent = Linear(config.hidden, config.kv_rank + config.rope_dim)
         self.latent_norm = RMSNorm(config.kv_rank, config.norm_eps)
         self.key_value = Linear(config.kv_rank, config.heads * (config.nope_dim + config.value_dim))
+        self.both = LinearPair()
         self.normed = NormThenLinear()
         self.core = CoreAttention()
         self.output = Linear(config.heads * config.value_dim, config.hidden)
@@ -73,26 +74,39 @@ class LatentAttention(nn.Module):
         config = self.config
         # Five products follow, each of which would make views of its own, forward and backward.
         rows = x.flatten(0, -2)
-        # Without a query rank there is one full matrix, and its input is kept for its gradient anyway.
-        down = self.query[0](rows) if isinstance(self.query, nn.Sequential) else rows
         query, key, value = rebuild(
-            RecomputeModule.MLA_UP_PROJ, self._up, down, self.latent(rows), sequences.positions, x.shape[:-1]
+            RecomputeModule.MLA_UP_PROJ, self._up, *self._down(rows), sequences.positions, x.shape[:-1]
         )
         drop = config.attention_dropout if self.training else 0.0
         mixed = _attend(self.core, query, key, value, drop, sequences.mask(x))
         result: Tensor = self.output(mixed.flatten(0, -2)).view(x.shape)
         return result
 
+    def _down(self, rows: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor]:
+        """What makes queries, and the two it and the latent's norm start from: results of what reads [B*S, C].
+
+        Nobody but the caller of _up() may hold the results: the core attention would run beside them.
+        """
+        if isinstance(self.query, nn.Sequential):
+            down, latent = self.both(self.query[0], self.latent, rows)
+            return partial(self.normed, self.query[1], self.query[2]), down, latent
+        if rebuilds(RecomputeModule.MLA_UP_PROJ):
+            # One full matrix, whose result is rebuilt too: its input is kept for its gradient anyway.
+            return self.query, rows, self.latent(rows)
+        latent, queries = self.both(self.latent, self.query, rows)
+        return _itself, queries, latent
+
     def _up(
-        self, down: Tensor, latent: Tensor, positions: Tensor | None, shape: Sequence[int]
+        self,
+        make_queries: Callable[[Tensor], Tensor],
+        down: Tensor,
+        latent: Tensor,
+        positions: Tensor | None,
+        shape: Sequence[int],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """From what the first projections give, [B*S, ...], to query, key and value [B, H, S, d]; `shape` is B, S."""
+        """From what _down() gives, [B*S, ...], to query, key and value [B, H, S, d]; `shape` is B, S."""
         config = self.config
-        queries = (
-            self.normed(self.query[1], self.query[2], down)
-            if isinstance(self.query, nn.Sequential)
-            else self.query(down)
-        )
+        queries = make_queries(down)
         latent, k_rope = _split(latent, config.rope_dim)
         # once for both passes of the norm, whose kernels want whole rows
         expanded = self.normed(self.latent_norm, self.key_value, latent.contiguous())
@@ -147,6 +161,10 @@ ATTENTIONS: dict[Attention, type[LatentAttention] | type[GroupedQueryAttention]]
     Attention.MLA: LatentAttention,
     Attention.GQA: GroupedQueryAttention,
 }
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:

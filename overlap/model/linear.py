@@ -63,6 +63,17 @@ class Linear(GraphOnly):
         return linear(x, self.weight, graph_only=self.leaves_out(graph_only))
 
 
+class LinearPair(nn.Module):
+    """Two products of one input; a backend may put what prepares the input once in its place.
+
+    It holds neither: parameters stay where they are.
+    """
+
+    def forward(self, first: nn.Module, second: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[..., I] -> [..., O] of each, in this order."""
+        return first(x), second(x)
+
+
 class LateWeight:
     """A weight outside the graph: Function.apply does not look inside."""
 

@@ -304,7 +304,7 @@ def test_what_is_saved_in_8_bits_lets_its_input_go():
 
     While a replay runs its rows are there in any precision, so it takes a segment of two layers to see it: the first
     one's experts hold their rows and SwiGLU's result in bf16, and half the rows' bytes in 8 bits. A quarter of them
-    stays for scales, and for inputs of attention that two products cast, each for itself.
+    stays for scales, and for inputs of attention.
     """
     bins = {}
     for precision in ("bf16", "block"):

@@ -15,6 +15,7 @@ from overlap.cuda_graph import WARM_UP, GraphedStep
 from overlap.model import Decoder, ModelConfig
 from overlap.model.attention import LatentAttention
 from overlap.model.fp8 import Fp8Config
+from overlap.model.linear import LinearPair
 from overlap.model.norm import NormThenLinear
 from overlap.verify import verify
 from recompute import ConfigError
@@ -73,6 +74,26 @@ def test_products_by_kernels_are_the_modules(precision):
         assert ours is not None
         assert theirs is not None
         assert float((ours - theirs).float().norm()) <= 0.2 * float(theirs.float().norm())
+
+
+@pytest.mark.parametrize("case", ["uniform1", "latent-query", "selective-latent-query", "selective-attention"])
+@pytest.mark.parametrize("precision", ["block", "current", "delayed"])
+def test_one_cast_of_what_two_products_read_changes_no_bit(precision, case):
+    """Of a step, beside one whose products cast for themselves."""
+    kind: Any = import_module("overlap.backends.te_linear_pair").TELinearPair
+    found = []
+    for apart in (False, True):
+        chunk = make_chunk(precision, case)
+        attentions = [module for module in chunk.modules() if isinstance(module, LatentAttention)]
+        assert {type(attention.both) for attention in attentions} == {kind}
+        for attention in attentions if apart else ():
+            attention.both = LinearPair()
+        train_step(chunk, batches(chunk.module.config, steps=1)[0])
+        found.append([parameter.grad for parameter in chunk.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
 
 
 def test_casts_of_several_experts_are_those_of_each():

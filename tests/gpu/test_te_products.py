@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
@@ -12,8 +14,9 @@ from torch import Tensor, nn
 from overlap.dispatch import make_routing
 from overlap.model import GroupedExperts, init_weights
 from overlap.model.fp8 import ROW_MULTIPLE, Fp8Config, Recipe
-from overlap.model.linear import Linear
+from overlap.model.linear import Linear, LinearPair
 from overlap.model.precision import default_dtype
+from recompute.wgrad import WeightGradients, collect_weight_gradients, weights_left_out
 
 # Transformer Engine's own imports warn.
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
@@ -106,6 +109,58 @@ def test_pieces_change_no_bit(recipe, idle, monkeypatch):
         found.append(run(in_8_bits(module, recipe), *args))
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("recipe", ["block", "current"])
+def test_a_pair_is_its_products_one_after_the_other(recipe, late, monkeypatch):
+    """The same bits of one cast fewer, and columns in 8 bits held once for both weight gradients."""
+    layers, scaling, linears, pairs = (
+        import_module(f"overlap.backends.{name}") for name in ("te_layers", "te_scaling", "te_linear", "te_linear_pair")
+    )
+    made = scaling.make_recipe(Fp8Config(recipe=Recipe(recipe)))
+    products = [layers.TELinear(torchs(Linear, HIDDEN, outer).weight, made) for outer in (384, 192)]
+    rows = torch.randn(1024, HIDDEN, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    casts: list[bool] = []
+    cast = linears.cast
+
+    def count(x: Tensor, *args: Any, **settings: Any) -> Any:
+        casts.append(x.shape == rows.shape)
+        return cast(x, *args, **settings)
+
+    # The workspace is made by the first product.
+    run_pair(LinearPair(), products, rows, late)
+    monkeypatch.setattr(linears, "cast", count)
+    (found, held), shared = run_pair(pairs.TELinearPair(), products, rows, late), list(casts)
+    casts.clear()
+    (want, held_apart), apart = run_pair(LinearPair(), products, rows, late), list(casts)
+    assert len(found) == len(want) == 5
+    assert all(torch.equal(a, b) for a, b in zip(found, want, strict=True))
+    assert (sum(shared), sum(apart), len(apart) - len(shared)) == (1, 2, 1)
+    assert rows.numel() <= held_apart - held <= rows.numel() * 5 // 4
+    with torch.no_grad():
+        first_pass = pairs.TELinearPair()(*products, rows)
+    assert all(torch.equal(a, b) for a, b in zip(first_pass, want, strict=False))
+
+
+def run_pair(pair: LinearPair, products: list[Any], rows: Tensor, late: bool) -> tuple[list[Tensor], int]:
+    """Results, and the gradients of the input and both weights; bytes that both results and their graphs hold."""
+    weights, pending = [product.weight for product in products], WeightGradients()
+    leaf = rows.clone().requires_grad_()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    with weights_left_out() if late else nullcontext():
+        outputs = pair(*products, leaf)
+    held = torch.cuda.memory_allocated() - before
+    seeds = [torch.linspace(-1, 1, y.numel(), device=DEVICE).to(y.dtype).view_as(y) for y in outputs]
+    with collect_weight_gradients(pending) if late else nullcontext():
+        torch.autograd.backward(outputs, seeds)
+    gradients = {id(weight): gradient for weight, gradient in pending.drain()}
+    for weight in weights:
+        if weight.grad is not None:
+            gradients[id(weight)], weight.grad = weight.grad, None
+    assert leaf.grad is not None
+    return [*(y.detach() for y in outputs), leaf.grad, *(gradients[id(weight)] for weight in weights)], held
 
 
 def distance(found: Tensor, want: Tensor) -> float:

@@ -13,6 +13,8 @@ from overlap.model import DType, ModelConfig, init_weights
 from overlap.model.attention import ATTENTIONS, GroupedQueryAttention, LatentAttention
 from overlap.model.precision import default_dtype
 from overlap.model.rope import Rotary
+from recompute.inner import rebuilding
+from recompute.modules import RecomputeModule
 
 SHAPES: dict[str, dict[str, Any]] = {
     "mla": {"kv_rank": 6, "nope_dim": 3, "rope_dim": 4, "value_dim": 5},
@@ -97,6 +99,25 @@ def test_with_and_without_graph_the_same_bits(settings: dict[str, Any]) -> None:
     with torch.no_grad():
         first = module(x)
     assert torch.equal(first, module(x.requires_grad_()))
+
+
+@pytest.mark.parametrize("rebuilt", [False, True])
+@pytest.mark.parametrize("q_rank", [0, 5])
+def test_the_query_is_rebuilt_with_what_it_is_part_of(q_rank: int, rebuilt: bool) -> None:
+    """It would be the largest tensor kept. What comes before it runs once."""
+    module = make(attention="mla", q_rank=q_rank)
+    calls: dict[str, int] = {"query": 0, "latent": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    query = module.query[2] if q_rank else module.query
+    for name, layer in (("query", query), ("latent", module.latent)):
+        layer.register_forward_pre_hook(lambda *_, name=name: count(name))
+    with rebuilding({RecomputeModule.MLA_UP_PROJ} if rebuilt else set()):
+        y = module(torch.randn(1, 3, 12, dtype=torch.float64, requires_grad=True))
+    y.sum().backward()
+    assert calls == {"query": 1 + rebuilt, "latent": 1}
 
 
 @pytest.mark.parametrize("settings", KINDS)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from overlap.model import Linear, grouped_linear, linear
+from overlap.model.linear import LinearPair
 from recompute.wgrad import WeightGradients, collect_weight_gradients
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -147,3 +148,15 @@ def test_autocast_computes_narrow_and_returns_gradients_wide(grouped: bool) -> N
     assert x.grad is not None
     assert x.grad.dtype is torch.float32
     assert collector.drain()[0][1].dtype is torch.float32
+
+
+def test_a_pair_is_one_after_the_other() -> None:
+    order: list[str] = []
+    layers = [Linear(4, outer) for outer in (3, 5)]
+    for name, layer in zip(("first", "second"), layers, strict=True):
+        torch.nn.init.normal_(layer.weight)
+        layer.register_forward_hook(lambda *_, name=name: order.append(name))
+    x = torch.randn(2, 4)
+    found = LinearPair()(*layers, x)
+    assert order == ["first", "second"]
+    assert all(torch.equal(y, linear(x, layer.weight)) for y, layer in zip(found, layers, strict=True))

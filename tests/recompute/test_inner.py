@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from recompute import RecomputeError, RecomputeModule, inner
-from recompute.inner import rebuild, rebuilding
+from recompute.inner import rebuild, rebuilding, rebuilds
 from recompute.rng import default_generators, seeded
 
 ACT, CORE, NORM, UP = (RecomputeModule(name) for name in ("moe_act", "core_attn", "layernorm", "mla_up_proj"))
@@ -207,9 +207,12 @@ def test_nothing_happens_without_a_graph_or_an_order_to_rebuild() -> None:
     body = Body()
     x = torch.ones(6, 6)
     with torch.no_grad(), rebuilding({UP, ACT}):
+        assert not rebuilds(UP)
         body(x)
+    assert not rebuilds(UP)
     body(x)
     with rebuilding({CORE}):
+        assert (rebuilds(CORE), rebuilds(UP)) == (True, False)
         body(x)
     assert body.calls == {UP: 3, ACT: 3}
 
