@@ -14,7 +14,7 @@ from overlap.errors import ScheduleError
 from overlap.ir import Op
 from overlap.orders import STAGE_NAMES, Order, carried, format_order, get_order
 from overlap.plan import BACKWARD_SIDE
-from overlap.search import Found, search
+from overlap.search import Found, _Descent, search
 from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES, simulate
 from overlap.steady import chain_of, measure, with_order
 from overlap.synthetic import System
@@ -153,3 +153,29 @@ def test_a_search_never_ends_worse_than_it_began(
     after = [measure(with_order(start, found.order), q) for q in queues]
     assert sum(pair.milliseconds for pair in after) <= before + 1e-6
     assert all(pair.milliseconds >= pair.bound - 1e-6 for pair in after)
+
+
+@pytest.mark.parametrize(
+    ("order", "replay"),
+    [
+        (get_order("plain"), Replay.JUST_IN_TIME),
+        (Order.parse("mine", "W.* F.* B.*"), Replay.JUST_IN_TIME),
+        (get_order("multi_queue", Replay.HIDDEN), Replay.JUST_IN_TIME),
+        (HAND, Replay.HIDDEN),
+        (Order.parse("mine", "R.* F.* B.* W.*"), Replay.HIDDEN),
+    ],
+)
+def test_a_search_starts_from_any_order_that_fits(order: Order, replay: Replay) -> None:
+    """Whether it names its stages, and whether or not its R steps place anything."""
+    start = replace(system(order=order), recompute=RecomputeConfig.uniform(1, replay=replay))
+    found = search(start, queues=(MANY_QUEUES,), restarts=0)
+    assert found.score[0] <= measure(start, MANY_QUEUES).milliseconds + 1e-6
+    assert found.order.replays is (replay is Replay.HIDDEN)
+    assert found.order.named(Op.WGRAD) == STAGE_NAMES - {"dispatch", "combine"}
+
+
+def test_a_descent_starts_from_a_legal_order_only() -> None:
+    one = system(order=get_order("single_queue", Replay.HIDDEN))
+    descent = _Descent([Chain(chain_of(one), H200), Chain(chain_of(one), H200, alone=True)], QUEUES)
+    with pytest.raises(ScheduleError, match="the order to start from breaks a dependency"):
+        descent.run([(step,) for step in reversed(one.order.steps)])
