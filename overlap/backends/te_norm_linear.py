@@ -8,6 +8,7 @@ Parameters, buffers and the state of delayed scaling stay in norm and product, u
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from overlap.backends.te_attention import TENorm
 from overlap.backends.te_layers import TEModuleLinear
@@ -26,4 +27,4 @@ class TENormThenLinear(NormThenLinear):
 
 def _has_hooks(module: nn.Module) -> bool:
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
+    return any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
