@@ -134,16 +134,16 @@ def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Se
 
 def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
     """What a stage writes must be its lane's memory, not a view of what another lane allocated (R14)."""
+    own = dict(zip(stage.writes, outputs, strict=True))
     if stage.aliases:
-        passed = [v for name, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(name)]
-        _check_passed_on(stage, inputs, passed, "writes")
-        return
+        _check_passed_on(stage, inputs, [own.pop(name) for name in stage.writes if name not in stage.nondiff], "writes")
+    producers = program.producers
     foreign = {
         value.untyped_storage()._cdata: name
         for name, value in zip(stage.reads, inputs, strict=True)
-        if torch.is_tensor(value) and name in program.producers and program.producers[name].allocates is not stage.lane
+        if torch.is_tensor(value) and name in producers and producers[name].owner(name) is not stage.lane
     }
-    for name, value in zip(stage.writes, outputs, strict=True):
+    for name, value in own.items():
         if torch.is_tensor(value) and value.untyped_storage()._cdata in foreign:
             raise ProgramError(
                 f"stage {stage.label} hands on the storage of {foreign[value.untyped_storage()._cdata]!r} as {name!r}, "

@@ -189,6 +189,10 @@ class Stage:
         """The lane whose memory the gradients are that it gives, and what it writes that carries some."""
         return Lane.COMPUTE if self.aliases else self.lane
 
+    def owner(self, value: str) -> Lane:
+        """The lane whose memory a value is that it writes: one without gradient is never passed on."""
+        return self.lane if value in self.nondiff else self.allocates
+
     @property
     def label(self) -> str:
         """The stage as messages name it: `3.dispatch`."""

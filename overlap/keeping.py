@@ -56,8 +56,7 @@ def home(key: tuple[str, int], side: Side) -> Lane:
 
 def allocator(key: tuple[str, int], side: Side) -> Lane:
     """The lane whose memory a copy of a written value is: not its writer's, if that passes on what it was given."""
-    stage = side.program.producers[key[0]]
-    return home(key, side) if key[1] >= STORED or key[0] in stage.nondiff else stage.allocates
+    return home(key, side) if key[1] >= STORED else side.program.producers[key[0]].owner(key[0])
 
 
 def writer(key: tuple[str, int], side: Side) -> Op:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from overlap.chain import Chain
 from overlap.errors import ScheduleError
 from overlap.ir import Op
-from overlap.orders import Order, Step, carried
+from overlap.orders import REST, Order, Step, carried
 from overlap.simulate import QUEUES
 from overlap.steady import chain_of
 from overlap.synthetic import DENSE, MOE, System
@@ -103,7 +103,7 @@ class _Descent:
         """Follow the first move that helps until none does."""
         best = tuple(order)
         score = self._score(best, _WORST)
-        if score == _WORST:
+        if score[0] == float("inf"):
             raise ScheduleError("the order to start from breaks a dependency", _flat(best))
         improved = True
         while improved:
@@ -157,8 +157,8 @@ def _flat(order: Sequence[_Group]) -> tuple[Step, ...]:
 
 def _glued(start: Order, active: frozenset[Step]) -> list[_Group]:
     """The steps that take time in the order of `start`, each with idle steps that may stand beside it."""
-    groups: dict[Step, list[Step]] = {step: [step] for step in start.steps if step in active}
-    ops = (Op.FORWARD, *([Op.REPLAY] if start.replays else []))
+    groups: dict[Step, list[Step]] = {step: [step] for step in _spelt(start) if step in active}
+    ops = (Op.FORWARD, *([Op.REPLAY] if any(step.op is Op.REPLAY for step in active) else []))
     for op in ops:
         _attach(groups, [Step(op, stage) for stage in _FORWARD])
     backward = [Step(Op.BACKWARD, stage) for stage in reversed(_FORWARD)]
@@ -169,6 +169,16 @@ def _glued(start: Order, active: frozenset[Step]) -> list[_Group]:
             group = next(group for group in groups.values() if step in group)
             group.insert(group.index(step) + 1, wgrad)
     return [tuple(group) for group in groups.values()]
+
+
+def _spelt(start: Order) -> Iterator[Step]:
+    """The steps of an order, the stages that `*` stands for by name."""
+    for step in start.steps:
+        if step.stage != REST:
+            yield step
+            continue
+        stages = _FORWARD if step.op in (Op.FORWARD, Op.REPLAY) else reversed(_FORWARD)
+        yield from (Step(step.op, stage) for stage in stages if stage not in start.named(step.op))
 
 
 def _attach(groups: dict[Step, list[Step]], chain: Sequence[Step]) -> None:

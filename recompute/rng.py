@@ -71,7 +71,7 @@ def recorded_by(recorder: DrawRecorder) -> Iterator[None]:
 
 
 def is_recorded() -> bool:
-    """Whether a recorder takes the draws: what runs now will be launched again as it is."""
+    """Whether a recorder takes the draws: what runs now is recorded to be launched again, or is about to be."""
     return bool(_recorders)
 
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from transformer_engine.common.recipe import Float8CurrentScaling
 from transformer_engine.pytorch.constants import TE_DType
 
-from overlap.backends.te_fused_attention import FusedAttention, chose_fused
+from overlap.backends.te_fused_attention import FusedAttention, check_tiles, chose_fused
 from overlap.backends.te_scaling import keep_out_of_process_lists
 from overlap.model.attention import CoreAttention
 from overlap.model.config import Attention, ModelConfig
@@ -122,6 +122,8 @@ class TECoreAttention(CoreAttention):
         module.train(self.training)
         with _IN_FULL(), nullcontext() if dropout else _generator_at_rest():
             result: Tensor = module(query, key, value)
+        if self.by_modules and chose_fused():
+            check_tiles(query.shape[1], self.training or torch.is_grad_enabled())
         return result
 
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> FusedAttention | None:

@@ -64,13 +64,22 @@ def chose_fused() -> bool:
     return bool(made["use_fused_attention"]) and kind is not None and int(kind) == FusedAttnBackend.F16_arbitrary_seqlen
 
 
+def check_tiles(length: int, training: bool) -> None:
+    """Refuse to have these kernels recorded for sequences with a part of a tile, if a backward may follow.
+
+    Raises:
+        ConfigError: They would be.
+    """
+    if length % _TILE and training and is_recorded():
+        rule = f"a CUDA graph can hold Transformer Engine's attention for multiples of {_TILE} tokens a sequence only"
+        raise ConfigError(field="seq", value=length, rule=rule)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, settings: FusedAttention) -> Tensor:
         length = query.shape[1]
-        if length % _TILE and settings.training and is_recorded():
-            rule = f"a CUDA graph can hold backend te's attention for multiples of {_TILE} tokens a sequence only"
-            raise ConfigError(field="seq", value=length, rule=rule)
+        check_tiles(length, settings.training)
         ends = get_full_cu_seqlens(query.shape[0], length, query.device)
         draws = _DRAWS_PER_THREAD if settings.dropout else 0
         out, *rest = tex.fused_attn_fwd(

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from overlap.backends.te_grouped import Fp8GroupedProduct
@@ -63,7 +64,8 @@ def _bind_again(layer: nn.Module, keys: object) -> None:
 def is_plain(layer: nn.Module) -> bool:
     """Whether a call of it is its class's forward and nothing else, so that what does the same may stand for it."""
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
-    return not any(hooks) and "forward" not in vars(layer)
+    seen = any(hooks) or bool(_has_any_global_hook())  # type: ignore[no-untyped-call]  # torch's
+    return not seen and "forward" not in vars(layer)
 
 
 class TELinear(TELayer):

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from overlap.model import ModelConfig
 from overlap.model.attention import CoreAttention
+from recompute.errors import ConfigError
+from recompute.rng import recorded_by
 from tests.backends.te_stand_in import stand_in
 
 
@@ -89,7 +91,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     engine = stand_in(DotProductAttention=Attention, autocast=lambda **_: nullcontext())
     attention = "transformer_engine.pytorch.attention"
     core_attention = f"{attention}.dot_product_attention"
-    chosen = {"use_fused_attention": request.param == "kernels", "fused_attention_backend": 1}
+    chosen = {"use_fused_attention": request.param != "other kernels", "fused_attention_backend": 1}
     chooser = stand_in(_attention_backends=chosen)
     for name, package in {
         "transformer_engine": stand_in(pytorch=engine),
@@ -183,3 +185,16 @@ def test_a_mask_is_left_to_torch(core, generator):
     mask = torch.ones(2, 1, 16, 16, dtype=torch.bool).tril()
     assert torch.equal(core(*inputs, 0.0, mask), CoreAttention()(*inputs, 0.0, mask))
     assert generator.offset == 8
+
+
+def test_a_graph_holds_whole_tiles_only(core, generator):
+    """Of cuDNN's kernels, where a backward may follow, whoever calls them."""
+    whole = [torch.randn(1, heads, 128, 8) for heads in (4, 2, 2)]
+    core(*draw(), 0.0, None)
+    with recorded_by(MagicMock()):
+        core(*whole, 0.0, None)
+        with nullcontext() if core.way == "other kernels" else pytest.raises(ConfigError, match="seq=16: a CUDA graph"):
+            core(*draw(), 0.0, None)
+        core.eval()
+        with torch.no_grad():
+            core(*draw(), 0.0, None)

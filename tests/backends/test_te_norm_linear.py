@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 
 from overlap.model import Decoder, ModelConfig
 from overlap.model.attention import CoreAttention, LatentAttention
@@ -174,6 +175,38 @@ def test_hooks_see_their_module_run(pair, hooked, register):
     torch.testing.assert_close(found(x), plain(x))
     assert seen == [hooked]
     assert NormModule.runs == 1
+
+
+@pytest.mark.parametrize("hooked", ["latent_norm", "key_value"])
+@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
+@torch.no_grad()
+def test_hooks_of_backward_keep_their_module_apart(pair, hooked, register):
+    plain, found = pair
+    getattr(found.get_submodule(hooked), register)(lambda *_: None)
+    x = torch.randn(1, 4, CONFIG.hidden)
+    torch.testing.assert_close(found(x), plain(x))
+    assert NormModule.runs == 1
+
+
+@torch.no_grad()
+def test_hooks_of_all_modules_see_both_run(pair):
+    _, found = pair
+    seen: list[nn.Module] = []
+    with register_module_forward_hook(lambda module, *_: seen.append(module)):
+        found(torch.randn(1, 4, CONFIG.hidden))
+    assert {found.latent_norm, found.key_value} <= set(seen)
+    assert NormModule.runs == 0
+
+
+def test_norms_of_another_epsilon_are_other_modules(pair):
+    _, found = pair
+    x = torch.randn(5, CONFIG.kv_rank)
+    results = []
+    for eps in (1e-6, 1.0):
+        found.latent_norm.eps = eps
+        results.append(found.normed(found.latent_norm, found.key_value, x))
+        torch.testing.assert_close(results[-1], found.key_value(found.latent_norm(x)))
+    assert not torch.allclose(*results)
 
 
 def test_weight_gradients_wait_and_may_be_drained_in_any_order(pair):

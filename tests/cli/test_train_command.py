@@ -84,7 +84,7 @@ def test_a_resumed_run_may_recompute_otherwise(capsys: Capsys, tmp_path: Path) -
     half = str(tmp_path / "half.pt")
     expected = losses(capsys, "--steps 4 --dropout 0.1")
     losses(capsys, "--steps 2 --dropout 0.1 --save", half)
-    words = "--dropout 0.1 --steps 2 --method uniform --num-layers 1 --order plain --delay-wgrad --resume"
+    words = "--dropout 0.1 --steps 2 --method uniform --num-layers 1 --order plain --delay-wgrad --lead 2 --resume"
     assert losses(capsys, words, half) == expected[2:]
 
 

@@ -241,6 +241,38 @@ def test_a_transport_allocates_what_it_hands_on(forward: Any, refused: bool) -> 
 
 
 @pytest.mark.parametrize(
+    ("wire", "count", "message"),
+    [
+        (torch.clone, torch.clone, None),
+        (lambda n: n, torch.clone, "stage wire hands on the storage of 'n' as 'm'"),
+        (torch.clone, lambda m: m, "stage count hands on the storage of 'm' as 'c'"),
+    ],
+)
+def test_a_value_without_gradient_is_never_passed_on(wire: Any, count: Any, message: str | None) -> None:
+    """Plans give it to the lane that wrote it, also where the values with gradient beside it are passed on."""
+
+    def build(module: Any, b: ProgramBuilder) -> None:
+        h, n = b.compute(
+            "embed", lambda x: (x * module.first, torch.ones(3)), b.input("x"), outputs=("h",), nondiff=("n",),
+            parameters=(module.first,),
+        )  # fmt: skip
+        y, m = b.comm(
+            "wire", lambda h, n: (h, wire(n)), h, n, outputs=("y",), nondiff=("m",),
+            adjoint=lambda grads, pinned: (grads[0], None), aliases=True,
+        )  # fmt: skip
+        (c,) = b.compute("count", count, m, outputs=(), nondiff=("c",))
+        (loss,) = b.compute("head", lambda y, c: (y * c).sum(), y, c, outputs=("loss",))
+        b.loss(loss)
+
+    chunk = ModelChunk(Own(build, first=nn.Parameter(torch.ones(3))))
+    if message is None:
+        check_stages(chunk, FEEDS)
+        return
+    with pytest.raises(ProgramError, match=rf"{message}.*R14"):
+        check_stages(chunk, FEEDS)
+
+
+@pytest.mark.parametrize(
     ("forward", "adjoint", "message"),
     [
         (lambda h: h, lambda grads, pinned: grads, None),

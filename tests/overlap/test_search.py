@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -12,9 +13,9 @@ from overlap.chain import Chain
 from overlap.costs import PRESETS, StageCosts, read_costs
 from overlap.errors import ScheduleError
 from overlap.ir import Op
-from overlap.orders import STAGE_NAMES, Order, carried, format_order, get_order
+from overlap.orders import STAGE_NAMES, Order, Step, carried, format_order, get_order
 from overlap.plan import BACKWARD_SIDE
-from overlap.search import Found, search
+from overlap.search import Found, _Descent, search
 from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES, simulate
 from overlap.steady import chain_of, measure, with_order
 from overlap.synthetic import System
@@ -115,6 +116,41 @@ def test_a_backward_alone_takes_what_its_plans_take() -> None:
     assert alone(found.order) < alone(start.order) - 0.1
 
 
+def test_of_equal_pairs_the_one_with_the_shorter_backward_alone_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control: a search that does not look at backward alone ends with a longer one."""
+    start = replace(
+        system(order=get_order("multi_queue"), costs=PRESETS["units"]), recompute=RecomputeConfig.uniform(1)
+    )
+    found = search(start, restarts=1)
+    monkeypatch.setattr("overlap.search.Chain", lambda system, costs, *, alone=False: Chain(system, costs))
+    blind = search(start, restarts=1)
+    assert found.score[:2] == blind.score[:2]
+    alone = Chain(chain_of(start), start.costs, alone=True)
+    seeing, other = (sum(alone.milliseconds(one.order.steps, queues) for queues in QUEUES) for one in (found, blind))
+    assert found.score[2] == pytest.approx(seeing, abs=1e-5)
+    assert seeing < other - 1
+
+
+class Alike(Chain):
+    """All orders take the same."""
+
+    def __init__(self) -> None:
+        pass
+
+    @property
+    def steps(self) -> frozenset[Step]:
+        return frozenset(Order.parse("", "B.attn W.attn").steps)
+
+    def milliseconds(self, steps: Sequence[Step], queues: int) -> float:
+        return 1.0
+
+
+def test_of_equal_orders_the_one_that_carries_fewer_over_wins() -> None:
+    score, order = _Descent([Alike()] * 3, QUEUES).run([(step,) for step in Order.parse("", "W.attn B.attn").steps])
+    assert score == (2.0, 2.0, 2.0, 0.0)
+    assert not carried([step for group in order for step in group])
+
+
 def test_an_order_that_breaks_a_dependency_costs_infinitely() -> None:
     one = system(order=get_order("single_queue", Replay.HIDDEN))
     steps = list(one.order.steps)
@@ -153,3 +189,29 @@ def test_a_search_never_ends_worse_than_it_began(
     after = [measure(with_order(start, found.order), q) for q in queues]
     assert sum(pair.milliseconds for pair in after) <= before + 1e-6
     assert all(pair.milliseconds >= pair.bound - 1e-6 for pair in after)
+
+
+@pytest.mark.parametrize(
+    ("order", "replay"),
+    [
+        (get_order("plain"), Replay.JUST_IN_TIME),
+        (Order.parse("mine", "W.* F.* B.*"), Replay.JUST_IN_TIME),
+        (get_order("multi_queue", Replay.HIDDEN), Replay.JUST_IN_TIME),
+        (HAND, Replay.HIDDEN),
+        (Order.parse("mine", "R.* F.* B.* W.*"), Replay.HIDDEN),
+    ],
+)
+def test_a_search_starts_from_any_order_that_fits(order: Order, replay: Replay) -> None:
+    """Whether it names its stages, and whether or not its R steps place anything."""
+    start = replace(system(order=order), recompute=RecomputeConfig.uniform(1, replay=replay))
+    found = search(start, queues=(MANY_QUEUES,), restarts=0)
+    assert found.score[0] <= measure(start, MANY_QUEUES).milliseconds + 1e-6
+    assert found.order.replays is (replay is Replay.HIDDEN)
+    assert found.order.named(Op.WGRAD) == STAGE_NAMES - {"dispatch", "combine"}
+
+
+def test_a_descent_starts_from_a_legal_order_only() -> None:
+    one = system(order=get_order("single_queue", Replay.HIDDEN))
+    descent = _Descent([Chain(chain_of(one), H200), Chain(chain_of(one), H200, alone=True)], QUEUES)
+    with pytest.raises(ScheduleError, match="the order to start from breaks a dependency"):
+        descent.run([(step,) for step in reversed(one.order.steps)])

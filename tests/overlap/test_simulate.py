@@ -13,6 +13,7 @@ from overlap.costs import PRESETS, StageCosts, read_costs
 from overlap.errors import ScheduleError
 from overlap.ir import Lane, Op
 from overlap.orders import Order, get_order
+from overlap.plan import Planner
 from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES, Task, exposure, place_tasks, simulate, task_of
 from overlap.steady import Steady, chain_of, measure, measure_step
 from overlap.synthetic import System
@@ -38,6 +39,16 @@ def test_a_lead_moves_slots_and_adds_none(microbatches: int) -> None:
     order = [str(span.slot) for span in found.spans]
     begun = microbatches > 1 and order.index("N1.2.post") < order.index("B0.head")
     assert begun is (microbatches > 1)
+
+
+@pytest.mark.parametrize("recompute", [RecomputeConfig.none(), ONE_LAYER, HIDDEN])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_a_simulated_step_has_the_plans_of_a_real_one(lead: int, recompute: RecomputeConfig) -> None:
+    """What is handed over, waited for and freed, too."""
+    one = system("multi_queue", recompute, lead=lead)
+    for microbatches in (1, 3):
+        planner = Planner(one.program, one.order, delayed=True, lead=lead)
+        assert one.step_runs(microbatches) == planner.step([recompute] * microbatches, one.program.trained())
 
 
 def compute(ms: float, *after: int, kernels: int = 4) -> Task:

@@ -11,7 +11,7 @@ from overlap.ir import Lane, Program
 from overlap.lower import Plan
 from overlap.model import Decoder
 from overlap.model.cut import NoBorder
-from overlap.orders import get_order
+from overlap.orders import Order, get_order
 from overlap.pipelining.layout import make_layout
 from overlap.pipelining.pipeline import cut_of
 from overlap.pipelining.plans import Half, PairPlans
@@ -28,19 +28,27 @@ class Remote(NoBorder):
     lane_in = lane_out = Lane.P2P
 
 
+CARRIED = Order.parse("carried", "W.* F.* R.* B.*")
+"""Weight gradients come a pair late."""
+
+
+def chosen_order(name: str, replay: Replay) -> Order:
+    return CARRIED if name == "carried" else get_order(name, replay)
+
+
 def parts(rule: RecomputeConfig, order: str) -> tuple[PairPlans, list[Half], list[Program]]:
     layout = make_layout(pp=1, vpp=len(PER_STAGE), layers=sum(PER_STAGE), per_stage=PER_STAGE)
     config = small(layers=layout.num_layers, mtp=1, mhc=2)
     programs = [
         Decoder(config, cut=cut_of(layout, stage), border=Remote()).program() for stage in range(len(PER_STAGE))
     ]
-    chosen = get_order(order, rule.replay)
+    chosen = chosen_order(order, rule.replay)
     planners = {stage: Planner(program, chosen, delayed=True) for stage, program in enumerate(programs)}
     halves = [Half(stage, rule, program.trained()) for stage, program in enumerate(programs)]
     return PairPlans(planners, chosen, delayed=True), halves, programs
 
 
-@pytest.mark.parametrize("order", ["multi_queue", "single_queue", "early_release"])
+@pytest.mark.parametrize("order", ["multi_queue", "single_queue", "early_release", "carried"])
 @pytest.mark.parametrize("rule", [RecomputeConfig.none(), uniform(1, Replay.HIDDEN)])
 def test_no_pair_of_parts_races(order: str, rule: RecomputeConfig) -> None:
     plans, halves, programs = parts(rule, order)
