@@ -95,11 +95,6 @@ def gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
     return whole({name: parameter.grad for name, parameter in chunk.module.named_parameters()}, chunk.world)
 
 
-def state(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    """Whole parameters and buffers by name."""
-    return whole(chunk.module.state_dict(), chunk.world)
-
-
 def experts_of_all(chunk: ModelChunk, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The tensors, those of split experts put together from all ranks of the expert group."""
     world = chunk.world
