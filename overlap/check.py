@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from overlap.check_graph_only import check_graph_only
 from overlap.chunk import ModelChunk
@@ -37,6 +37,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
     values: dict[str, Any] = dict(feeds)
     buffers = dict(chunk.module.named_buffers())
     saved = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    modules = [*chunk.module.named_modules()]
     generators = default_generators(chunk.device)
     states = [generator.get_state() for generator in generators]
     try:
@@ -54,7 +55,7 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
                     )
                 with torch.no_grad():
                     buffer.data.copy_(saved[name])
-            _check_parameters(stage, outputs, chunk)
+            _check_parameters(stage, outputs, chunk, modules)
             _check_storage(stage, program, inputs, outputs)
             values.update(zip(stage.writes, outputs, strict=True))
             _check_adjoint(stage, program, inputs, values, generators)
@@ -157,10 +158,16 @@ def _check_passed_on(stage: Stage, given: Sequence[Any], passed: Sequence[Tensor
         raise ProgramError(f"stage {stage.label} declares that it passes on memory, but {how} new memory (R14)")
 
 
-def _check_parameters(stage: Stage, outputs: Sequence[Any], chunk: ModelChunk) -> None:
+def _check_parameters(
+    stage: Stage, outputs: Sequence[Any], chunk: ModelChunk, modules: Sequence[tuple[str, nn.Module]]
+) -> None:
     # by name: while a sharded parameter is together, another object stands in its place
     declared = {chunk.parameter_names.get(id(parameter)) for parameter in stage.parameters}
-    names = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+    names = {
+        id(parameter): f"{prefix}.{name}" if prefix else name
+        for prefix, module in reversed(modules)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
     for output in outputs:
         if torch.is_tensor(output):
             for leaf in _leaves(output):

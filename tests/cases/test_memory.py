@@ -24,6 +24,13 @@ from tests.cases.model import NONE, B, Box, U, Watcher, make_chunk, make_feeds, 
 OPS = (Op.NO_GRAD, Op.FORWARD, Op.REPLAY)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _thawed() -> Iterator[None]:
+    """What tests froze is the collector's again; until then a collection walks what is new."""
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _no_gc() -> Iterator[None]:
     """Nothing here may rely on the garbage collector; what was there before a test is frozen, so not counted."""
@@ -31,7 +38,6 @@ def _no_gc() -> Iterator[None]:
     gc.disable()
     gc.freeze()
     yield
-    gc.unfreeze()
     gc.enable()
 
 

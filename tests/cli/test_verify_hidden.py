@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from overlap.controls import CONTROLS
-from tests.cli.run import command
+from tests.cli.run import TINY, command
 
-WORDS = "verify --json --steps 1 --seq 8 --layers 6 --microbatches 4 --method uniform --num-layers 2 --replay hidden"
+WORDS = f"verify --json --steps 1 {TINY} --layers 6 --microbatches 3 --method uniform --num-layers 2 --replay hidden"
 
 
 @pytest.mark.parametrize("order", ["single_queue", "multi_queue"])

@@ -94,8 +94,9 @@ def train(route: str) -> tuple[bool, bool]:
     world = open_world(ParallelLayout(world_size=2, ep=2))
     group = world.ep_group
     config = ModelConfig(
-        layers=2, hidden=16, heads=2, experts=4, topk=2, expert_width=8, vocab=32, dropout=0.1, mtp=1, mhc=2
-    )
+        layers=2, hidden=16, heads=2, experts=4, topk=2, expert_width=8, vocab=32, dropout=0.1, mtp=1, mhc=2,
+        mhc_iterations=2,
+    )  # fmt: skip
     rule = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
     generator = torch.Generator().manual_seed(world.rank)
     tokens = torch.randint(config.vocab, (3, 1, 9 + 4 * world.rank), generator=generator)

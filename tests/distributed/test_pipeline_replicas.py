@@ -37,8 +37,8 @@ VERIFY = f"verify {TINY} --pp 2 --fsdp --layers 4 --microbatches 4 --json --debu
     "words",
     [
         f"--vpp 2 {HIDDEN} --mtp 1 --dropout 0.1 --delay-wgrad --dtype bfloat16 --steps 1",
-        f"--schedule dualpipev --ep 2 {HIDDEN} --dropout 0.1 --steps 1",
-        "--schedule zbv --ep 2 --method block --num-layers 1 --mtp 1 --dtype bfloat16 --steps 2",
+        f"--schedule dualpipev --ep 2 {HIDDEN} --dropout 0.1 --steps 2",
+        "--schedule zbv --ep 2 --method block --num-layers 1 --mtp 1 --dtype bfloat16 --steps 1",
     ],
 )
 def test_sharded_stages_change_no_bit(ranks: RankPool, words: str) -> None:

@@ -19,7 +19,7 @@ ROUTING_BYTES = 8 * (COPIES + EXPERTS) + 4 * (3 * COPIES + EXPERTS)
 """expert_ids and counts, int64; source, token, inverse and ends, int32."""
 
 
-@pytest.mark.parametrize("layers", [2, 8, 32])
+@pytest.mark.parametrize("layers", [2, 16])
 def test_first_pass_holds_one_layer_beside_inputs_and_routing(layers) -> None:
     """R2: no-grad outputs die at their last use, whatever the depth."""
     passed = first_pass(measure_step(decoder(uniform(1), layers=layers), tokens(1)).usage)

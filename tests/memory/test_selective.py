@@ -39,7 +39,7 @@ def test_together_they_hold_less_than_each(without: int) -> None:
     ("config", "shape"),
     [
         (RecomputeConfig.selective("attn", "experts", "shared_experts"), {"dtype": "bfloat16"}),
-        (BLOCK, {"delay_wgrad": True, "mtp": 1, "mhc": 2, "layers": 1}),
+        (BLOCK, {"delay_wgrad": True, "mtp": 1, "mhc": 2, "mhc_iterations": 2, "layers": 1}),
         ([RecomputeConfig.selective(*INNER), none, RecomputeConfig.selective("moe_act")], {"layers": 2}),
     ],
 )

@@ -20,18 +20,18 @@ Run = Callable[[Program, dict[str, Tensor]], dict[str, Any]]
 MODELS: dict[str, dict[str, Any]] = {
     "default": {},
     "gqa": {"attention": "gqa", "score": "softmax"},
-    "tied": {"tied": True, "dense_layers": 1, "q_rank": 8},
+    "tied": {"tied": True, "dense_layers": 1, "q_rank": 8, "layers": 2},
     "draws": {"dropout": 0.1, "attention_dropout": 0.1, "jitter": 0.1},
     "groups": {"experts": 8, "expert_groups": 4, "topk_groups": 2, "shared_width": 0},
     "per_token": {"per_token_loss": True, "aux_coefficient": 0.0, "z_coefficient": 0.0},
     "one_expert": {"experts": 1, "topk": 1},
     "no_layers": {"layers": 0},
     "no_layers_tied": {"layers": 0, "tied": True},
-    "streams": {"mhc": 3, "dense_layers": 1},
-    "one_stream": {"mhc": 1},
+    "streams": {"mhc": 3, "mhc_iterations": 3, "dense_layers": 1, "layers": 2},
+    "one_stream": {"mhc": 1, "mhc_iterations": 3},
     "depths": {"mtp": 2, "mtp_dense": True},
-    "repeated": {"mtp": 2, "mtp_repeat": True, "tied": True, "mhc": 2},
-    "depths_alone": {"layers": 0, "mtp": 1, "mhc": 2},
+    "repeated": {"mtp": 2, "mtp_repeat": True, "tied": True, "mhc": 2, "mhc_iterations": 3},
+    "depths_alone": {"layers": 0, "mtp": 1, "mhc": 2, "mhc_iterations": 3},
     "cut": {"padding": True, "packed": True, "mtp": 1, "labels": False},
 }
 
@@ -66,7 +66,7 @@ def test_every_parameter_gets_a_finite_gradient(name: str, dtype: str, run_progr
 def test_runs_on_fake_tensors(name: str, run_program: Run, make_feeds: Any) -> None:
     """Sizes never depend on data (R18)."""
     with FakeTensorMode():
-        model = Decoder(ModelConfig(**{"layers": 2, "dtype": "bfloat16", **MODELS[name]}))
+        model = Decoder(ModelConfig(**{"layers": 1, "dtype": "bfloat16", **MODELS[name]}))
         program = model.program()
         kinds: dict[str, Any] = {"padding_mask": ((2, 8), torch.bool), "cu_seqlens": ((4,), torch.int64)}
         feeds = {
@@ -100,7 +100,7 @@ def test_a_step_of_descent_lowers_the_loss(run_program: Run, make_feeds: Any) ->
         {},
         {"mhc": 2, "mhc_iterations": 4},
         {"mtp": 2, "mtp_repeat": True, "tied": True},
-        {"mtp": 1, "mhc": 2, "per_token_loss": True},
+        {"mtp": 1, "mhc": 2, "mhc_iterations": 4, "per_token_loss": True},
         {"mtp": 1, "padding": True, "packed": True},
         {"padding": True, "aux_coefficient": 3.0, "z_coefficient": 2.0, "per_token_loss": True},
         {"aux_coefficient": 3.0, "z_coefficient": 2.0, "score": "softmax"},

@@ -15,10 +15,9 @@ from overlap import ModelChunk, Op
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import WEIGHTS
 from overlap.lower import Issue, Piece
-from overlap.reference import reference_step
 from overlap.step import train_step
 from recompute import RecomputeConfig
-from tests.mtp.tools import NONE, U, chunk_feeds, different, gradients_of, make, verdict_of
+from tests.mtp.tools import NONE, U, chunk_feeds, different, gradients_of, make, reference_gradients, verdict_of
 
 DEEP = [
     {"layers": 1, "mtp": 16, "mtp_dense": True, "mtp_repeat": True, "tied": True},
@@ -41,8 +40,10 @@ class Reversed(Engine):
         return super()._gradient(seed, pieces[::-1], value, owner)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("settings", DEEP, ids=["16 depths", "16 layers"])
+@pytest.mark.parametrize(
+    ("settings", "delay"), [(DEEP[0], False), (DEEP[0], True), (DEEP[1], True)],
+    ids=["16 depths", "16 depths, delayed", "16 layers, delayed"],
+)  # fmt: skip
 def test_sixteen_deep_in_bfloat16(settings: dict[str, Any], delay: bool) -> None:
     chunk = make(U(2), delay=delay, dtype="bfloat16", **settings)
     assert max(readers_of_values(chunk).values()) >= 4
@@ -100,19 +101,18 @@ def straight(chunk: ModelChunk) -> Any:
     return run
 
 
-def reference_gradients(chunk: ModelChunk, count: int) -> dict[str, Any]:
-    chunk = copy.deepcopy(chunk)
-    reference_step(chunk, chunk_feeds(chunk, count))
-    return {name: parameter.grad for name, parameter in chunk.module.named_parameters()}
+def two_by_two(ones: tuple[Any, Any], others: tuple[Any, Any]) -> list[tuple[Any, Any, Any]]:
+    """Each setting with two of the four pairs; a tied weight and a repeated depth, in two settings each, with all."""
+    straight, crossed = ([*zip(ones, order, strict=True)] for order in (others, others[::-1]))
+    pairs = (straight, straight, crossed, crossed)
+    return [(settings, *pair) for settings, each in zip(SHARED, pairs, strict=True) for pair in each]
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("settings", SHARED, ids=str)
+@pytest.mark.parametrize(("settings", "delay", "dtype"), two_by_two((False, True), ("float32", "bfloat16")), ids=str)
 def test_uses_added_straight_to_grad_differ(settings: dict[str, Any], dtype: str, delay: bool) -> None:
     """Tied embedding and repeated layer at 3 microbatches: equal through the table, different past it."""
     chunk = make(U(1), delay=delay, dtype=dtype, **settings)
-    expected = reference_gradients(chunk, 3)
+    expected = reference_gradients(chunk, chunk_feeds(chunk, 3))
     assert different(expected, gradients_of(chunk, chunk_feeds(chunk, 3))) == ()
     changed = different(expected, straight(chunk)(3))
     assert "embedding" in changed
@@ -121,9 +121,7 @@ def test_uses_added_straight_to_grad_differ(settings: dict[str, Any], dtype: str
         assert any(name.startswith("mtp.") for name in changed)
 
 
-@pytest.mark.parametrize("rule", [NONE, U(1)], ids=str)
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("settings", SHARED, ids=str)
+@pytest.mark.parametrize(("settings", "delay", "rule"), two_by_two((False, True), (NONE, U(1))), ids=str)
 def test_every_parameter_is_touched_once_per_microbatch(
     settings: dict[str, Any], delay: bool, rule: RecomputeConfig
 ) -> None:
@@ -148,7 +146,7 @@ def test_every_parameter_is_touched_once_per_microbatch(
     feeds = chunk_feeds(chunk, 3)
     train_step(chunk, feeds)
     assert fired == Counter({name: 3 for name, _ in chunk.module.named_parameters()})
-    expected = reference_gradients(make(rule, delay=delay, aux_coefficient=0.1, **settings), 3)
+    expected = reference_gradients(make(rule, delay=delay, aux_coefficient=0.1, **settings), feeds)
     assert different(expected, dict(sums)) == ()
 
 

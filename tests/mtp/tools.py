@@ -12,7 +12,7 @@ from overlap import ModelChunk
 from overlap.engine import Engine, Feeds, MicrobatchState
 from overlap.ir import Program
 from overlap.model import Decoder, ModelConfig
-from overlap.reference import border, forward_stage, start_backward
+from overlap.reference import border, forward_stage, reference_step, start_backward
 from overlap.scale import PerMicrobatch, PerToken
 from overlap.step import train_step
 from overlap.training.rows import cut_rows
@@ -76,11 +76,18 @@ def verdict_of(chunk: ModelChunk, count: int = 3, engine_type: Any = Engine, **s
     return verify(chunk, [chunk_feeds(chunk, count, **sizes)], engine_type=engine_type)
 
 
-def gradients_of(chunk: ModelChunk, microbatches: Sequence[Feeds], **settings: Any) -> dict[str, Any]:
-    """Gradients of a copy of `chunk` after one overlapped step."""
+def gradients_of(
+    chunk: ModelChunk, microbatches: Sequence[Feeds], step: Any = train_step, **settings: Any
+) -> dict[str, Any]:
+    """Gradients of a copy of `chunk` after one step, by default the overlapped one."""
     chunk = copy.deepcopy(chunk)
-    train_step(chunk, microbatches, **settings)
+    step(chunk, microbatches, **settings)
     return {name: parameter.grad for name, parameter in chunk.module.named_parameters()}
+
+
+def reference_gradients(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> dict[str, Any]:
+    """Gradients of a copy of `chunk` after one step of plain autograd."""
+    return gradients_of(chunk, microbatches, step=reference_step)
 
 
 def different(expected: dict[str, Any], found: dict[str, Any]) -> tuple[str, ...]:

@@ -141,6 +141,21 @@ def test_stages_are_checked_in_their_own_context() -> None:
     train_step(chunk_of(needs_it, context=context), [FEEDS])
 
 
+def test_a_parameter_of_a_submodule_is_named_from_the_root() -> None:
+    chunk = chunk_of(lambda m, h: m.inner(h))
+    chunk.module.add_module("inner", nn.Linear(3, 3))
+    with pytest.raises(ProgramError, match=r"stage mine reads parameter 'inner\.(weight|bias)'"):
+        check_stages(chunk, FEEDS)
+
+
+def test_a_parameter_of_two_modules_is_known_by_its_first_name() -> None:
+    chunk = chunk_of(lambda m, h: h * 2)
+    inner = nn.Module()
+    inner.register_parameter("weight", chunk.get_parameter("module.first"))
+    chunk.module.add_module("inner", inner)
+    check_stages(chunk, FEEDS)
+
+
 def test_a_program_is_checked_once() -> None:
     chunk = tiny_chunk("M")
     assert not chunk.checked

@@ -182,7 +182,7 @@ def test_a_slot_left_out_is_refused(left_out: str, message: str) -> None:
 
 REAL = [
     (uniform(1), {"dropout": 0.1, "attention_dropout": 0.1, "delay": True, "layers": 2}),
-    (uniform(2, replay=HIDDEN), {"mtp": 1, "mhc": 2, "order": "single_queue"}),
+    (uniform(2, replay=HIDDEN), {"mtp": 1, "mhc": 2, "mhc_iterations": 2, "order": "single_queue"}),
     (RecomputeConfig.block(2, keep=HOST), {"dtype": "bfloat16", "mtp": 1}),
     (RecomputeConfig.selective("attn", "experts", "shared_experts", keep=HOST), {"dropout": 0.1, "delay": True}),
 ]

@@ -100,7 +100,7 @@ def test_a_backward_alone_takes_what_its_plans_take() -> None:
              "B.embed": 0.05, "F.head": 0.9, "B.head": 0.9, "W.head": 0.9}  # fmt: skip
     costs = read_costs("mine", {"milliseconds": times})
     start = system(order=get_order("single_queue", Replay.HIDDEN), costs=costs)
-    found = search(start)
+    found = search(start, restarts=1)
     assert "W.attn" in map(str, carried(found.order.steps))
 
     def alone(order: Order) -> float:

@@ -93,9 +93,9 @@ def test_inputs_of_a_rebuilt_stage_survive_and_its_graph_does_not() -> None:
 
 CASES = [
     (selective("attn", "experts", "shared_experts"), {"dropout": 0.2, "attention_dropout": 0.2, "jitter": 0.1}),
-    (selective("attn", "moe_act"), {"mtp": 1, "mhc": 2, "delay": True, "dropout": 0.1}),
+    (selective("attn", "moe_act"), {"mtp": 1, "mhc": 2, "mhc_iterations": 2, "delay": True, "dropout": 0.1}),
     (selective(*INNER, "shared_experts"), {"dropout": 0.2, "attention_dropout": 0.2, "delay": True}),
-    (selective(*INNER), {"mtp": 1, "mhc": 2, "attention_dropout": 0.1, "order": "single_queue"}),
+    (selective(*INNER), {"mtp": 1, "mhc": 2, "mhc_iterations": 2, "attention_dropout": 0.1, "order": "single_queue"}),
     (selective(*INNER, "shared_experts"), {"dtype": "bfloat16", "q_rank": 8, "delay": True}),
     (selective(*INNER), {"mtp": 2, "mtp_repeat": True, "tied": True, "delay": True, "attention_dropout": 0.1}),
     (selective("core_attn", "layernorm", "experts"), {"attention": "gqa", "dense_layers": 1}),

@@ -66,32 +66,33 @@ def verify_parallel(world: World, data: DataSettings, chunk: ModelChunk, microba
     return verify(chunk, batches, prepare=partial(make_parallel, settings=data), **kw)
 
 
-def whole(tensor: Tensor | None, world: World) -> Tensor | None:
-    """All of a tensor, a copy.
+def whole(tensors: Mapping[str, Tensor | None], world: World) -> dict[str, Tensor | None]:
+    """All of each tensor, copies; the parts come in one exchange per group of ranks.
 
     Not by full_tensor(): DTensor remembers meshes that equal each other, and in a worker that serves several tests
     it may find one whose process groups are gone.
     """
-    if tensor is None:
-        return None
-    if not isinstance(tensor, DTensor):
-        return tensor.detach().clone()
-    group = world.data_group if tensor.device_mesh.mesh_dim_names == ("data",) else world.expert_data_group
-    parts: list[Any] = [None] * group.size()
-    dist.all_gather_object(parts, local(tensor).detach(), group=group)
-    (placement,) = tensor.placements
-    assert isinstance(placement, Shard)
-    return torch.cat(parts, placement.dim)
+    shards = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
+    dense = {name for name, tensor in shards.items() if tensor.device_mesh.mesh_dim_names == ("data",)}
+    joined: dict[str, Tensor] = {}
+    # a process alone has neither shards nor groups
+    for names in filter(None, (dense, shards.keys() - dense)):
+        group = world.data_group if names is dense else world.expert_data_group
+        parts: list[Any] = [None] * group.size()
+        dist.all_gather_object(parts, {name: local(shards[name]).detach() for name in names}, group=group)
+        for name in names:
+            (placement,) = shards[name].placements
+            assert isinstance(placement, Shard)
+            joined[name] = torch.cat([part[name] for part in parts], placement.dim)
+    return {
+        name: joined[name] if name in joined else None if tensor is None else tensor.detach().clone()
+        for name, tensor in tensors.items()
+    }
 
 
 def gradients(chunk: ModelChunk) -> dict[str, Tensor | None]:
     """Whole gradients by name."""
-    return {name: whole(parameter.grad, chunk.world) for name, parameter in chunk.module.named_parameters()}
-
-
-def state(chunk: ModelChunk) -> dict[str, Tensor | None]:
-    """Whole parameters and buffers by name."""
-    return {name: whole(value, chunk.world) for name, value in chunk.module.state_dict().items()}
+    return whole({name: parameter.grad for name, parameter in chunk.module.named_parameters()}, chunk.world)
 
 
 def experts_of_all(chunk: ModelChunk, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -23,17 +23,19 @@ from tests.parallel.models import (
 
 pytestmark = pytest.mark.distributed
 HIDDEN = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
+LAYERS = {"layers": 2}
+"""One dense and one with experts."""
 
 
 def beside_experts(ep: int, fsdp: bool) -> dict[str, object]:
     """Bits against the reference, and largest difference to the same step without expert parallelism."""
     world = world_of(ep=ep)
     data = DataSettings(fsdp=fsdp)
-    chunk = small_chunk(world=world, recompute=HIDDEN, delay_wgrad=True)
+    chunk = small_chunk(LAYERS, world, recompute=HIDDEN, delay_wgrad=True)
     verdict = verify_parallel(world, data, chunk)
-    found, wanted = [], parallel_chunk(world_of(), DataSettings(), {"dtype": "float64"})
+    found, wanted = [], parallel_chunk(world_of(), DataSettings(), {**LAYERS, "dtype": "float64"})
     train_step(wanted, feeds_of(world.rank, 2))
-    split = parallel_chunk(world, data, {"dtype": "float64"}, recompute=HIDDEN)
+    split = parallel_chunk(world, data, {**LAYERS, "dtype": "float64"}, recompute=HIDDEN)
     train_step(split, feeds_of(world.rank, 2))
     whole = experts_of_all(split, gradients(split))
     for name, gradient in gradients(wanted).items():
@@ -47,16 +49,17 @@ def test_gradients_are_those_without_expert_parallelism(ranks: RankPool, size: i
     """An expert's gradient holds the tokens of all ranks that it serves, so it is divided by all data ranks too."""
     for found in ranks(size, beside_experts, ep, fsdp):
         assert found["equal"]
-        assert found["compared"] == len(list(small_chunk().parameters()))
+        assert found["compared"] == len(list(small_chunk(LAYERS).parameters()))
         assert float(str(found["worst"])) < 1e-13
 
 
 def wide_types() -> tuple[bool, tuple[str, ...]]:
     world = world_of(ep=2)
-    chunk = small_chunk({"dtype": "bfloat16"}, world, recompute=HIDDEN)
+    model = {**LAYERS, "dtype": "bfloat16"}
+    chunk = small_chunk(model, world, recompute=HIDDEN)
     data = DataSettings(fsdp=True, reduce_dtype=torch.float32)
     kept = DataSettings(fsdp=True, reduce_dtype=torch.float32, keep_together=True)
-    chunks = [parallel_chunk(world, settings, {"dtype": "bfloat16"}, recompute=HIDDEN) for settings in (data, kept)]
+    chunks = [parallel_chunk(world, settings, model, recompute=HIDDEN) for settings in (data, kept)]
     for one in chunks:
         train_step(one, feeds_of(world.rank, 2))
     return verify_parallel(world, data, chunk).equal, compare(gradients(chunks[0]), gradients(chunks[1])).different

@@ -41,7 +41,9 @@ def every_setting() -> dict[str, bool]:
     world = world_of()
     verdicts = {}
     for recompute, delayed in ((RecomputeConfig.none(), False), (HIDDEN, True)):
-        chunk = small_chunk({"mtp": 1, "tied": True}, recompute=recompute, delay_wgrad=delayed, world=world)
+        chunk = small_chunk(
+            {"layers": 2, "mtp": 1, "tied": True}, recompute=recompute, delay_wgrad=delayed, world=world
+        )
         verdicts[f"{recompute.method}"] = verify_parallel(world, SMALL, chunk).equal
     chunk = small_chunk({"dtype": "bfloat16"}, recompute=HIDDEN, delay_wgrad=True, world=world)
     verdicts["bfloat16"] = verify_parallel(world, WIDE, chunk).equal

@@ -28,9 +28,9 @@ def every_setting() -> dict[str, bool]:
     world = world_of()
     verdicts = {}
     for recompute, delayed, model in (
-        (RecomputeConfig.none(), False, {"mtp": 1, "tied": True}),
+        (RecomputeConfig.none(), False, {"layers": 2, "mtp": 1, "tied": True}),
         (RecomputeConfig.uniform(2), False, {"dropout": 0.1}),
-        (HIDDEN, True, {"mtp": 2, "mtp_repeat": True}),
+        (HIDDEN, True, {"layers": 2, "mtp": 2, "mtp_repeat": True}),
         (HIDDEN, True, {"layers": 1, "dropout": 0.1, "cut_attention": True}),
     ):
         chunk = small_chunk(model, recompute=recompute, delay_wgrad=delayed, world=world)
