@@ -281,22 +281,22 @@ def engine_on(
         observers: Watch the step.
         engine_type: What runs the plans.
     """
-    lead = chunks[0]
-    device = lead.device
+    first = chunks[0]
+    device = first.device
     engine = engine_type(
         lanes,
-        run_seed=lead.seed,
-        step=lead.steps_done,
+        run_seed=first.seed,
+        step=first.steps_done,
         generators=default_generators(device),
         precision=capture_precision(device.type),
-        delay_wgrad=lead.delay_wgrad,
-        observers=(*observers, *lead.world.observers),
-        stores=lead.stores,
+        delay_wgrad=first.delay_wgrad,
+        observers=(*observers, *first.world.observers),
+        stores=first.stores,
     )
     with torch.autograd.set_multithreading_enabled(False), no_autocast(device.type), adding_in_place():
         try:
             yield engine
-            lead.lanes.finish()
+            first.lanes.finish()
             for chunk in chunks:
                 chunk.parallel.end()
         except BaseException:
@@ -306,11 +306,11 @@ def engine_on(
 
 def _abandon(chunks: Sequence[ModelChunk]) -> None:
     """Leave nothing of a failed step behind."""
-    lead = chunks[0]
-    if lead.world.debug is not None:
-        lead.world.debug.clear()
+    first = chunks[0]
+    if first.world.debug is not None:
+        first.world.debug.clear()
     try:
-        lead.lanes.finish()
+        first.lanes.finish()
     finally:
         for chunk in chunks:
             chunk.parallel.abandon()

@@ -80,15 +80,15 @@ class Pipeline:
         self.stages = tuple(
             ChunkStage(chunk, borders[stage], stage, layout.num_stages, group) for stage, chunk in chunks.items()
         )
-        self.lead = self.stages[0].chunk
+        self.first = self.stages[0].chunk
         """Whose settings hold for all stages."""
-        if kind in SPLITS and not self.lead.delay_wgrad:
+        if kind in SPLITS and not self.first.delay_wgrad:
             rule = f"schedule {kind} cuts backward in two: set delay_wgrad"
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
-        if self.lead.lead:
-            raise ConfigError(field="lead", value=self.lead.lead, rule=IN_PIPELINE)
+        if self.first.lead:
+            raise ConfigError(field="lead", value=self.first.lead, rule=IN_PIPELINE)
         planners = {stage: chunk.planner for stage, chunk in chunks.items()}
-        self.plans = PairPlans(planners, self.lead.order, delayed=self.lead.delay_wgrad, pin=pin_activations)
+        self.plans = PairPlans(planners, self.first.order, delayed=self.first.delay_wgrad, pin=pin_activations)
         self.planner = StepPlanner(self.stages, self.plans)
         self.executor = Executor(self.stages, lanes)
         self._runtime = runtime

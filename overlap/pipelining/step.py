@@ -65,11 +65,11 @@ def train_pipeline(
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
         return evaluate_pipeline(pipeline, microbatches, observers=observers, engine_type=engine_type)
-    check_precision(pipeline.lead.device)
+    check_precision(pipeline.first.device)
     agree_on_pipeline(pipeline, len(microbatches))
     for stage in pipeline.stages:
         stage.check(microbatches[0], pipeline.dtype)
-    scale = pipeline.lead.loss_scale.factor(microbatches, accumulate, total_tokens)
+    scale = pipeline.first.loss_scale.factor(microbatches, accumulate, total_tokens)
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
         stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
@@ -82,7 +82,7 @@ def train_pipeline(
     apply_or_undo(list(zip(pipeline.chunks, states, strict=True)), before)
     for chunk in pipeline.chunks:
         chunk.steps_done += 1
-    compare_collectives(pipeline.lead.world)
+    compare_collectives(pipeline.first.world)
     return _merged(states)
 
 
@@ -132,7 +132,7 @@ def _running(
     """
     done = False
     with ExitStack() as stack:
-        lanes = ActingLanes(pipeline.lead.lanes, Actions())
+        lanes = ActingLanes(pipeline.first.lanes, Actions())
         engine = stack.enter_context(engine_on(lanes, pipeline.chunks, observers, engine_type))
         before = [
             taken
@@ -170,19 +170,19 @@ def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
     Raises:
         ConfigError: On every rank; names the setting that differs and each rank's value.
     """
-    world = pipeline.lead.world
+    world = pipeline.first.world
     if world.groups is None or pipeline.agreed:
         return
-    lead = pipeline.lead
+    first = pipeline.first
     shape = {
         "pp_layout": pipeline.layout.layers,
         "pp": pipeline.layout.pp,
         "schedule": str(pipeline.kind),
         "microbatches": num_microbatches,
-        "seed": lead.seed,
-        "steps_done": lead.steps_done,
-        "loss_scale": repr(lead.loss_scale),
-        "delay_wgrad": lead.delay_wgrad,
+        "seed": first.seed,
+        "steps_done": first.steps_done,
+        "loss_scale": repr(first.loss_scale),
+        "delay_wgrad": first.delay_wgrad,
     }
     everyone = gather(world, shape)
     for field in shape:
@@ -210,5 +210,5 @@ def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> N
         if set(feeds) != wanted:
             rule = f"must feed exactly {sorted(wanted)}"
             raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
-        for check in pipeline.lead.program.feed_checks:
+        for check in pipeline.first.program.feed_checks:
             check(feeds)

@@ -41,7 +41,7 @@ class PipelineTrainer:
         self.data = data
         self.per_token = per_token
         self.max_norm = max_norm
-        self.chunk = pipeline.lead
+        self.chunk = pipeline.first
         self.optimizer = torch.optim.AdamW(pipeline.parameter_groups(), lr=learning_rate)
 
     def step(self) -> StepReport:
