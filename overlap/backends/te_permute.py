@@ -29,13 +29,13 @@ class TEPermutation(Permutation):
         """[T, C] -> [N, C]."""
         if routing.capacity is not None:
             return super().permute(tokens, routing)
-        return apply(_Permute, tokens, routing.inverse, routing.topk)
+        return apply(_Move, tokens, routing.inverse, routing.topk, True)
 
     def unpermute(self, rows: Tensor, routing: Routing) -> Tensor:
         """[N, C] -> [T, C]."""
         if routing.capacity is not None:
             return super().unpermute(rows, routing)
-        return apply(_Unpermute, rows, routing.inverse, routing.topk)
+        return apply(_Move, rows, routing.inverse, routing.topk, False)
 
     def unpermute_adjoint(self, grad: Tensor, routing: Routing) -> Tensor:
         """[T, C] -> [N, C]."""
@@ -44,32 +44,20 @@ class TEPermutation(Permutation):
         return _copy(grad, routing.inverse, routing.topk)
 
 
-class _Permute(Function):
+class _Move(Function):
+    """Copies go there, sums come back; a gradient goes the other way."""
+
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, inverse: Tensor, topk: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, inverse: Tensor, topk: int, there: bool) -> Tensor:
         ctx.save_for_backward(inverse)
-        ctx.topk = topk
-        return _copy(tokens, inverse, topk)
+        ctx.topk, ctx.there = topk, there
+        return (_copy if there else _sum)(x, inverse, topk)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
-        return _sum(grad, inverse, ctx.topk), None, None
-
-
-class _Unpermute(Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, inverse: Tensor, topk: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.topk = topk
-        return _sum(rows, inverse, topk)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return _copy(grad, inverse, ctx.topk), None, None
+        return (_sum if ctx.there else _copy)(grad, inverse, ctx.topk), None, None, None
 
 
 def _copy(tokens: Tensor, inverse: Tensor, topk: int) -> Tensor:

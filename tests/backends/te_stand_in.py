@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
@@ -22,6 +22,16 @@ def stand_in(**members: Any) -> ModuleType:
     package = ModuleType("stand_in")
     package.__dict__.update({"__path__": [], **members})
     return package
+
+
+def put_in(monkeypatch: pytest.MonkeyPatch, packages: Mapping[str, ModuleType], ours: Iterable[str]) -> None:
+    """Have packages imported as these, and our modules (of overlap.backends, by name) anew, until the test ends."""
+    for name, package in packages.items():
+        monkeypatch.setitem(sys.modules, name, package)
+    for name in ours:
+        # First set, so that what is imported now is gone after the test.
+        monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", stand_in())
+        del sys.modules[f"overlap.backends.{name}"]
 
 
 class Quantizer:
@@ -198,7 +208,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Torch, Any]:
     )
     pytorch = stand_in(prepare_for_saving=prepare_for_saving, restore_from_saved=restore_from_saved)
     recipes = stand_in(Float8CurrentScaling=MagicMock())
-    for name, package in {
+    packages = {
         "transformer_engine": stand_in(pytorch=pytorch),
         "transformer_engine.common": stand_in(recipe=recipes),
         "transformer_engine.common.recipe": recipes,
@@ -208,12 +218,8 @@ def install(monkeypatch: pytest.MonkeyPatch) -> tuple[Torch, Any]:
             FP8GlobalStateManager=MagicMock(), get_fp8_te_dtype=MagicMock(), RecipeState=state
         ),
         "transformer_engine_torch": engine,
-    }.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    for name in OURS:
-        # First set, so that what is imported now is gone after the test.
-        monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", stand_in())
-        del sys.modules[f"overlap.backends.{name}"]
+    }
+    put_in(monkeypatch, packages, OURS)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     casts = import_module("overlap.backends.te_casts")
     monkeypatch.setattr(casts, "_workspace", lambda _: torch.empty(2**14, dtype=torch.uint8))

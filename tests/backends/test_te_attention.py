@@ -18,7 +18,7 @@ from overlap.model import ModelConfig
 from overlap.model.attention import CoreAttention
 from recompute.errors import ConfigError
 from recompute.rng import recorded_by
-from tests.backends.te_stand_in import stand_in
+from tests.backends.te_stand_in import put_in, stand_in
 
 
 class Generator:
@@ -93,7 +93,7 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
     core_attention = f"{attention}.dot_product_attention"
     chosen = {"use_fused_attention": request.param != "other kernels", "fused_attention_backend": 1}
     chooser = stand_in(_attention_backends=chosen)
-    for name, package in {
+    packages = {
         "transformer_engine": stand_in(pytorch=engine),
         "transformer_engine.common": stand_in(recipe=recipe),
         "transformer_engine.common.recipe": recipe,
@@ -112,14 +112,9 @@ def core(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
             FusedAttnBackend=IntEnum("FusedAttnBackend", {"F16_arbitrary_seqlen": 1}),
         ),
         "transformer_engine_torch": Kernels(),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    ours = tuple(f"overlap.backends.{name}" for name in ("te_attention", "te_fused_attention", "te_scaling"))
-    for name in ours:
-        # First set, so that what is imported now is gone after the test.
-        monkeypatch.setitem(sys.modules, name, stand_in())
-        del sys.modules[name]
-    module = import_module(ours[0])
+    }
+    put_in(monkeypatch, packages, ["te_attention", "te_fused_attention", "te_scaling"])
+    module = import_module("overlap.backends.te_attention")
     config = ModelConfig(hidden=32, heads=4, kv_heads=2, head_dim=8, attention="gqa")
     made = module.TECoreAttention(config, request.param == "modules")
     made.way = request.param

@@ -164,6 +164,12 @@ def test_a_product_put_in_later_gets_what_the_norm_gives(pair):
     assert NormModule.runs == 0
 
 
+def assert_one_runs_apart(plain: nn.Module, found: nn.Module) -> None:
+    x = torch.randn(1, 4, CONFIG.hidden)
+    torch.testing.assert_close(found(x), plain(x))
+    assert NormModule.runs == 1
+
+
 @pytest.mark.parametrize("hooked", ["latent_norm", "key_value"])
 @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
 @torch.no_grad()
@@ -171,10 +177,8 @@ def test_hooks_see_their_module_run(pair, hooked, register):
     plain, found = pair
     seen: list[str] = []
     getattr(found.get_submodule(hooked), register)(lambda *_: seen.append(hooked))
-    x = torch.randn(1, 4, CONFIG.hidden)
-    torch.testing.assert_close(found(x), plain(x))
+    assert_one_runs_apart(plain, found)
     assert seen == [hooked]
-    assert NormModule.runs == 1
 
 
 @pytest.mark.parametrize("hooked", ["latent_norm", "key_value"])
@@ -183,9 +187,7 @@ def test_hooks_see_their_module_run(pair, hooked, register):
 def test_hooks_of_backward_keep_their_module_apart(pair, hooked, register):
     plain, found = pair
     getattr(found.get_submodule(hooked), register)(lambda *_: None)
-    x = torch.randn(1, 4, CONFIG.hidden)
-    torch.testing.assert_close(found(x), plain(x))
-    assert NormModule.runs == 1
+    assert_one_runs_apart(plain, found)
 
 
 @torch.no_grad()

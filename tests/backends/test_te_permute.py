@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from overlap.dispatch import Routing, make_routing
 from overlap.model.permute import Permutation
-from tests.backends.te_stand_in import stand_in
+from tests.backends.te_stand_in import put_in, stand_in
 
 TOKENS, EXPERTS, WIDTH = 6, 5, 4
 
@@ -50,15 +49,12 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> Kernels:
     made = Kernels()
-    for name, package in {
+    packages = {
         "transformer_engine": stand_in(),
         "transformer_engine.pytorch": stand_in(),
         "transformer_engine.pytorch.triton": stand_in(permutation=made),
-        "overlap.backends.te_permute": stand_in(),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    # First set, so that what is imported now is gone after the test.
-    del sys.modules["overlap.backends.te_permute"]
+    }
+    put_in(monkeypatch, packages, ["te_permute"])
     return made
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from overlap.model import ModelConfig, Router, init_weights, update_expert_bias
 from overlap.model.routes import InTurn
-from tests.backends.te_stand_in import stand_in
+from tests.backends.te_stand_in import put_in, stand_in
 
 OFFERED: dict[str, dict[str, Any]] = {
     "bias": {},
@@ -48,15 +47,12 @@ def choose(
 
 @pytest.fixture
 def module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    for name, package in {
+    packages = {
         "transformer_engine": stand_in(),
         "transformer_engine.pytorch": stand_in(),
         "transformer_engine.pytorch.router": stand_in(fused_topk_with_score_function=choose),
-        "overlap.backends.te_router": stand_in(),
-    }.items():
-        monkeypatch.setitem(sys.modules, name, package)
-    # First set, so that what is imported now is gone after the test.
-    del sys.modules["overlap.backends.te_router"]
+    }
+    put_in(monkeypatch, packages, ["te_router"])
     return import_module("overlap.backends.te_router")
 
 

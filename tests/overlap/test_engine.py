@@ -26,6 +26,7 @@ from overlap.side import Side
 from overlap.step import train_step
 from recompute import RecomputeConfig
 from tests.overlap.programs import Own, differences, result_of, side_of, tiny_chunk, tiny_feeds
+from tests.recompute.looks import doubled_twice
 
 uniform, block, none = RecomputeConfig.uniform, RecomputeConfig.block, RecomputeConfig.none
 
@@ -266,21 +267,14 @@ def test_a_stage_that_sheds_takes_its_gradient_over(sheds: tuple[int, ...]) -> N
     seen: list[weakref.ref[torch.UntypedStorage]] = []
     alive: list[bool] = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            if not seen:
-                seen.append(weakref.ref(gradients[0].untyped_storage()))
-            alive.append(seen[0]() is not None)
-            return gradients[0] * 2
+    def look(gradient: Tensor) -> None:
+        if not seen:
+            seen.append(weakref.ref(gradient.untyped_storage()))
+        alive.append(seen[0]() is not None)
 
     def build(module: Any, b: ProgramBuilder) -> None:
         (h,) = b.compute("embed", lambda x: x * module.first, b.input("x"), outputs=("h",), parameters=(module.first,))
-        (y,) = b.compute("mine", lambda h: Looks.apply(Looks.apply(h)), h, outputs=("y",), sheds=sheds)
+        (y,) = b.compute("mine", doubled_twice(look), h, outputs=("y",), sheds=sheds)
         (loss,) = b.compute("head", lambda y: y.square().sum(), y, outputs=("loss",))
         b.loss(loss)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from recompute.tape import Tape
+from tests.recompute.looks import doubled_twice
 
 
 @pytest.mark.parametrize("sheds", [(0,), ()])
@@ -17,19 +17,9 @@ def test_a_gradient_goes_after_its_first_use(sheds: tuple[int, ...]) -> None:
     alive: list[bool] = []
     watched: list[weakref.ref[torch.UntypedStorage]] = []
 
-    class Looks(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            alive.append(watched[0]() is not None)
-            return gradients[0] * 2
-
     x, seed = torch.randn(3, 4), torch.randn(3, 4)
     tape, (output,) = Tape.record(
-        lambda x: Looks.apply(Looks.apply(x)),
+        doubled_twice(lambda gradient: alive.append(watched[0]() is not None)),
         [x], [True], [True], {}, sheds,
     )  # fmt: skip
     assert torch.equal(output, x * 4)
