@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from statistics import median
@@ -186,22 +186,6 @@ class Bench:
             times.append((perf_counter() - begin) * 1e3)
         torch.cuda.synchronize()
         return slots, median(times[2:])
-
-    def paired(self, cases: Sequence[Case], rounds: int = 7) -> list[Measured]:
-        """Step times of several cases, measured in turns so that drift hits all alike."""
-        steps = [self.step_of(case) for case in cases]
-        for step in steps:
-            for _ in range(WARM_UP + 1):
-                step()
-        times: list[list[float]] = [[] for _ in cases]
-        for number in range(rounds):
-            # each round starts elsewhere, so that no case always follows the same one
-            for place in (*range(number % len(steps), len(steps)), *range(number % len(steps))):
-                times[place].append(timed(steps[place]))
-        return [
-            Measured(name=case.name, activation_peak=0.0, reserved=0.0, step=median(t), steps=tuple(t))
-            for case, t in zip(cases, times, strict=True)
-        ]
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.memory.cases import Case, Path, Wire, hidden
 from benchmarks.memory.measure import Bench, Measured
+from benchmarks.memory.turns import in_turns
 from overlap.costs import costs_of
 from overlap.ir import Lane, Op
 from overlap.memory.host_cost import measure_host_cost
@@ -33,7 +34,7 @@ def overhead(*, graph: bool = False) -> list[dict[str, Any]]:
     base = Case(proxy="proxy-8", recompute=UNIFORM, graph=graph)
     cases = [replace(base, path=Path.CONTIGUOUS), *(replace(base, order=order) for order in ORDERS)]
     cases.append(replace(base, recompute=hidden(UNIFORM)))
-    results = bench.paired(cases)
+    results = _paired(bench, cases)
     _report(results)
     return [asdict(result) | {"of_plain": result.step / results[0].step} for result in results]
 
@@ -63,7 +64,7 @@ def _loopback(bench: Bench, graph: bool) -> list[dict[str, Any]]:
         *best,
         *(replace(case, lead=lead) for case in best for lead in LEADS),
     ]
-    results = bench.paired(cases)
+    results = _paired(bench, cases)
     _report(results)
     wire = bench.communication_ms(base)
     bound = max(results[0].step, wire)
@@ -131,7 +132,7 @@ def queues() -> list[dict[str, Any]]:
         for order in ORDERS
         for rule in (UNIFORM, hidden(UNIFORM))
     ]
-    results = bench.paired(cases)
+    results = _paired(bench, cases)
     _report(results)
     return [asdict(result) for result in results]
 
@@ -139,9 +140,13 @@ def queues() -> list[dict[str, Any]]:
 def _calibrate(bench: Bench, graph: bool) -> float:
     """The scale at which communication is SHARE of the contiguous step, where all of it is exposed."""
     probe = Case(proxy="proxy-8", path=Path.CONTIGUOUS, recompute=UNIFORM, wire=Wire.HOST_LOOPBACK, graph=graph)
-    local, full = bench.paired([replace(probe, wire=Wire.LOCAL), probe], rounds=5)
+    local, full = _paired(bench, [replace(probe, wire=Wire.LOCAL), probe])
     wire = full.step - local.step
     return SHARE / (1 - SHARE) * local.step / wire
+
+
+def _paired(bench: Bench, cases: Sequence[Case]) -> list[Measured]:
+    return in_turns([(case.name, bench.step_of(case)) for case in cases])
 
 
 def _report(results: Sequence[Measured]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from statistics import median
 from typing import Any
 
 import torch
@@ -13,9 +12,9 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.memory.cases import PROXIES, Case, Path, hidden
-from benchmarks.memory.measure import DEVICE, Bench, Measured, timed
+from benchmarks.memory.measure import DEVICE, Bench, Measured
+from benchmarks.memory.turns import in_turns
 from overlap.backends import load_backend
-from overlap.cuda_graph import WARM_UP
 from overlap.model.fp8 import Fp8Config
 from recompute import RecomputeConfig
 
@@ -25,7 +24,6 @@ ARMS: dict[str, tuple[str, Fp8Config | None]] = {
     "te fp8 block": ("te", Fp8Config(recipe="block")),  # type: ignore[arg-type]  # takes its text
     "te fp8 current": ("te", Fp8Config(recipe="current")),  # type: ignore[arg-type]
 }
-ROUNDS = 5
 
 
 class BackendBench(Bench):
@@ -75,8 +73,9 @@ def te_light() -> list[dict[str, Any]]:
     with sdpa_kernel(attention):
         for proxy in PROXIES:
             results += _light(proxy, "torch bf16", f"torch bf16 with {attention.name}")
-            case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1), graph=True)
-            results += _in_turns(case, ("torch bf16", "te bf16"))
+            case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1))
+            for turned in (case, replace(case, graph=True)):
+                results += _in_turns(turned, ("torch bf16", "te bf16"))
     return [asdict(result) for result in results]
 
 
@@ -126,27 +125,10 @@ def _cases(proxy: str) -> list[Case]:
 def _in_turns(case: Case, arms: Sequence[str]) -> list[Measured]:
     """Steps of several arms one after another, so that drift hits all alike; memory is not comparable."""
     benches = [BackendBench(case.proxy, arm) for arm in arms]
-    steps = [bench.step_of(case) for bench in benches]
-    for step in steps:
-        for _ in range(WARM_UP + 1):
-            step()
-    times: list[list[float]] = [[] for _ in steps]
-    for number in range(ROUNDS):
-        for place in (*range(number % len(steps), len(steps)), *range(number % len(steps))):
-            times[place].append(timed(steps[place]))
-    results = [
-        Measured(
-            name=f"in turns, {bench.arm}, {case.name}",
-            activation_peak=0.0,
-            reserved=0.0,
-            step=median(t),
-            steps=tuple(t),
-        )
-        for bench, t in zip(benches, times, strict=True)
-    ]
+    results = in_turns([(f"in turns, {bench.arm}, {case.name}", bench.step_of(case)) for bench in benches])
     for result in results:
         _report(result)
-    del benches, steps
+    del benches
     gc.collect()
     torch.cuda.empty_cache()
     return results

@@ -34,9 +34,8 @@ from recompute.errors import ConfigError
 class TEBackend:
     """Transformer Engine, for one model; see overlap.model.backend.
 
-    It takes what is gained by: attention everywhere, and norms and products of layers in 8 bits, by its kernels. In
-    bfloat16 both stay the model's own: its products are the same library's as torch's, and its norm needs a Function in
-    Python where torch's is one operator.
+    It takes what is gained by: attention and norms everywhere, and products of layers in 8 bits, by its kernels. In
+    bfloat16 products stay the model's own, which are the same library's.
     The router and the loss stay the model's: they compute in float32, and without logits. Backend te-modules puts in
     its modules, its permutation and its choice of experts, whatever the precision.
 
@@ -135,7 +134,7 @@ class TEBackend:
         if type(module) is Linear and products:
             self._check_widths(recipe, where, *module.weight.shape)
             return (TEModuleLinear if self.modules else TELinear)(module.weight, recipe)
-        if type(module) is RMSNorm and products:
+        if type(module) is RMSNorm:
             return TENorm(module.weight, module.eps)
         if type(module) is LinearPair and recipe is not None and not self.modules:
             return TELinearPair()

@@ -67,10 +67,12 @@ def chose_fused() -> bool:
 def check_tiles(length: int, training: bool) -> None:
     """Refuse to have these kernels recorded for sequences with a part of a tile, if a backward may follow.
 
+    A graphed step says so before it warms up; a capture of the caller's own is found while it runs.
+
     Raises:
         ConfigError: They would be.
     """
-    if length % _TILE and training and is_recorded():
+    if length % _TILE and training and (is_recorded() or torch.cuda.is_current_stream_capturing()):
         rule = f"a CUDA graph can hold Transformer Engine's attention for multiples of {_TILE} tokens a sequence only"
         raise ConfigError(field="seq", value=length, rule=rule)
 

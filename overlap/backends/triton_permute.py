@@ -19,7 +19,7 @@ def _gather_kernel(  # type: ignore[no-untyped-def]
     count: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * block_rows + tl.arange(0, block_rows)
-    column = tl.program_id(1) * block_columns + tl.arange(0, block_columns)
+    column = tl.program_id(1).to(tl.int64) * block_columns + tl.arange(0, block_columns)
     wanted, inside = row < rows, (column < width)[None, :]
     source = tl.load(index + row * count, mask=wanted, other=held).to(tl.int64)[:, None]
     total = tl.load(x + source * x_row + column[None, :] * x_column, mask=(source < held) & inside, other=0.0)

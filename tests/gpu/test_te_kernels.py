@@ -153,6 +153,16 @@ def test_a_part_of_a_tile_is_refused_as_a_graph():
     train_step(chunk, data)
 
 
+def test_a_part_of_a_tile_is_refused_in_a_capture_of_the_callers():
+    attention = make_chunk("bf16", "uniform1").module.layers[0].attn.attention
+    x = torch.randn(1, TILE // 2, attention.config.hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    torch.autograd.backward(attention(x).sum())
+    torch.cuda.synchronize()
+    with pytest.raises(ConfigError, match="multiples of 128 tokens"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        attention(x)
+    torch.autograd.backward(attention(x).sum())
+
+
 def test_experts_in_8_bits_are_refused_as_a_graph():
     chunk = make_chunk("block", "uniform1")
     (data,) = batches(chunk.module.config, steps=1, length=TILE)
