@@ -82,6 +82,7 @@ def generator(monkeypatch: pytest.MonkeyPatch) -> Generator:
     made = Generator()
     monkeypatch.setattr(torch.cuda, "default_generators", (made,))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return made
 
 
@@ -182,11 +183,14 @@ def test_a_mask_is_left_to_torch(core, generator):
     assert generator.offset == 8
 
 
-def test_a_graph_holds_whole_tiles_only(core, generator):
+@pytest.mark.parametrize("captured_by", ["a graphed step", "the caller"])
+def test_a_graph_holds_whole_tiles_only(core, generator, captured_by, monkeypatch):
     """Of cuDNN's kernels, where a backward may follow, whoever calls them."""
     whole = [torch.randn(1, heads, 128, 8) for heads in (4, 2, 2)]
     core(*draw(), 0.0, None)
-    with recorded_by(MagicMock()):
+    with nullcontext() if captured_by == "the caller" else recorded_by(MagicMock()):
+        if captured_by == "the caller":
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         core(*whole, 0.0, None)
         with nullcontext() if core.way == "other kernels" else pytest.raises(ConfigError, match="seq=16: a CUDA graph"):
             core(*draw(), 0.0, None)

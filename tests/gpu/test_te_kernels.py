@@ -154,7 +154,7 @@ def test_a_part_of_a_tile_is_refused_as_a_graph():
 
 
 def test_a_part_of_a_tile_is_refused_in_a_capture_of_the_callers():
-    attention = make_chunk("bf16", "uniform1").module.layers[0].attn.attention
+    attention: Any = make_chunk("bf16", "uniform1").module.get_submodule("layers.0.attn.attention")
     x = torch.randn(1, TILE // 2, attention.config.hidden, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     torch.autograd.backward(attention(x).sum())
     torch.cuda.synchronize()
