@@ -61,40 +61,30 @@ def te() -> list[dict[str, Any]]:
 
 
 def te_light() -> list[dict[str, Any]]:
-    """Uniform 1 with exposed and hidden replay, few steps; torch's layers last, for comparison.
+    """Uniform 1 with exposed and hidden replay, few steps; then torch's and its steps in bf16, in turns.
 
-    In bf16 as a CUDA graph too, which takes the host's time out of the comparison; at the end in turns with torch's.
+    Those as CUDA graphs too, which take the host's time out of the comparison: last, for what they record for, stays.
     """
     results: list[Measured] = []
-    for proxy in PROXIES:
-        for arm in ("te bf16", "te fp8 block"):
-            results += _light(proxy, arm, arm)
-    attention = _torch_attention()
-    with sdpa_kernel(attention):
-        for proxy in PROXIES:
-            results += _light(proxy, "torch bf16", f"torch bf16 with {attention.name}")
-            case = Case(proxy=proxy, recompute=RecomputeConfig.uniform(1))
-            for turned in (case, replace(case, graph=True)):
-                results += _in_turns(turned, ("torch bf16", "te bf16"))
-    return [asdict(result) for result in results]
-
-
-def _light(proxy: str, arm: str, label: str) -> list[Measured]:
     one = RecomputeConfig.uniform(1)
-    bench = BackendBench(proxy, arm)
-    results = []
-    cases = [Case(proxy=proxy, recompute=rule) for rule in (one, hidden(one))]
-    if ARMS[arm][1] is None:
-        cases += [replace(case, graph=True) for case in cases]
-    for case in cases:
-        # Of a graph's steps the first records.
-        measured = bench.measure(case, steps=4 if case.graph else 2)
-        results.append(replace(measured, name=f"{label}, {case.name}"))
-        _report(results[-1])
-    del bench
-    gc.collect()
-    torch.cuda.empty_cache()
-    return results
+    attention = _torch_attention()
+    for proxy in PROXIES:
+        for arm in ("te bf16", "te fp8 block", "torch bf16"):
+            bench = BackendBench(proxy, arm)
+            for rule in (one, hidden(one)):
+                with sdpa_kernel(attention):
+                    measured = bench.measure(Case(proxy=proxy, recompute=rule), steps=2)
+                results.append(replace(measured, name=f"{arm}, {measured.name}"))
+                _report(results[-1])
+            del bench
+            gc.collect()
+            torch.cuda.empty_cache()
+    with sdpa_kernel(attention):
+        for graph in (False, True):
+            for proxy in PROXIES:
+                results += _in_turns(Case(proxy=proxy, recompute=one, graph=graph), ("torch bf16", "te bf16"))
+    print(f"torch's attention is by {attention.name}")
+    return [asdict(result) for result in results]
 
 
 def _torch_attention() -> SDPBackend:

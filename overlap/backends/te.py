@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from overlap.backends.te_attention import TECoreAttention, TENorm
+from overlap.backends.te_attention import TECoreAttention
 from overlap.backends.te_layers import TEExperts, TELinear, TEModuleLinear, from_torch_experts
 from overlap.backends.te_linear_pair import TELinearPair
+from overlap.backends.te_norm import TENorm
 from overlap.backends.te_norm_linear import TENormThenLinear
 from overlap.backends.te_permute import TEPermutation
 from overlap.backends.te_router import TERouter, offers

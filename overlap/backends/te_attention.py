@@ -1,4 +1,4 @@
-"""Norm and attention by Transformer Engine.
+"""Attention by Transformer Engine.
 
 Legend: B sequences, S positions, H heads, d head width.
 """
@@ -12,60 +12,16 @@ from typing import Any
 
 import torch
 import transformer_engine.pytorch as te
-import transformer_engine_torch as tex
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 from transformer_engine.common.recipe import Float8CurrentScaling
-from transformer_engine.pytorch.constants import TE_DType
 
 from overlap.backends.te_fused_attention import FusedAttention, check_tiles, chose_fused
 from overlap.backends.te_scaling import keep_out_of_process_lists
 from overlap.model.attention import CoreAttention
 from overlap.model.config import Attention, ModelConfig
-from overlap.model.custom import apply
-from overlap.model.linear import autocast_like
 
 _IN_FULL = partial(te.autocast, enabled=False, recipe=Float8CurrentScaling())
 """Attention runs in the model's own type; naming a recipe spares making the default one at every call."""
-
-
-class TENorm(nn.Module):
-    """In the place of model.norm.RMSNorm.
-
-    Args:
-        weight: Its parameter, [width].
-        eps: Added to the mean square.
-    """
-
-    def __init__(self, weight: nn.Parameter, eps: float) -> None:
-        super().__init__()
-        self.weight = weight
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., width] -> [..., width], same type."""
-        return apply(_RMSNorm, x, self.weight, self.eps)
-
-
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        rows = autocast_like(x).contiguous().view(-1, x.shape[-1])
-        matched = weight.to(rows.dtype)
-        y, _, scale = tex.rmsnorm_fwd(rows, matched, eps, None, None, TE_DType[rows.dtype], 0, False)
-        ctx.save_for_backward(rows, scale, weight)
-        result: Tensor = y.view(x.shape)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, scale, weight = ctx.saved_tensors
-        matched = weight.to(rows.dtype)
-        grad_rows, grad_weight = tex.rmsnorm_bwd(
-            grad.to(rows.dtype).contiguous().view_as(rows), rows, scale, matched, 0, False
-        )
-        return grad_rows.view(grad.shape), grad_weight.view_as(weight).to(weight.dtype), None
 
 
 class TECoreAttention(CoreAttention):

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from overlap.backends.te_attention import TENorm
 from overlap.backends.te_layers import TEModuleLinear, is_plain
+from overlap.backends.te_norm import TENorm
 from overlap.model.norm import NormThenLinear
 
 

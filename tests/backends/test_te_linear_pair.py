@@ -322,7 +322,7 @@ def attention(load: Any, monkeypatch: pytest.MonkeyPatch, q_rank: int) -> Any:
     _, get = load
     layers = stand_in(TENorm=Norm, TECoreAttention=lambda *_: CoreAttention(), TEPermutation=nn.Module)
     layers.__dict__.update(TERouter=nn.Module, offers=bool)
-    for name in ("te_attention", "te_permute", "te_router"):
+    for name in ("te_attention", "te_norm", "te_permute", "te_router"):
         monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", layers)
     for name in ("te_norm_linear", "te"):
         monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", layers)

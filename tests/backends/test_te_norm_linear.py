@@ -95,7 +95,8 @@ def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tup
     for name in ("te_products", "te_layers", "te_norm_linear", "te"):
         monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", attention)
         del sys.modules[f"overlap.backends.{name}"]
-    monkeypatch.setitem(sys.modules, "overlap.backends.te_attention", attention)
+    for name in ("te_attention", "te_norm"):
+        monkeypatch.setitem(sys.modules, f"overlap.backends.{name}", attention)
     monkeypatch.setitem(sys.modules, "overlap.backends.te_permute", stand_in(TEPermutation=nn.Module))
     monkeypatch.setitem(sys.modules, "overlap.backends.te_router", stand_in(TERouter=nn.Module, offers=bool))
     engine: Any = sys.modules["transformer_engine.pytorch"]
