@@ -18,12 +18,14 @@ class Tolerance:
     """How far a figure may be from its golden number."""
 
     field: str
-    above: float
+    above: float = 0.0
     """Largest share above it."""
     below: float = 1.0
     """Largest share below it; 1: it may be any less."""
     only: str = ""
     """Part of the names of the cases that it is for; empty: all."""
+    margin: float = 0.0
+    """How much more on either side, in the figure's own unit: for those that may be near nothing."""
 
 
 TOLERANCES: tuple[Tolerance, ...] = (
@@ -34,7 +36,8 @@ TOLERANCES: tuple[Tolerance, ...] = (
     Tolerance(field="step", above=0.08, only="CUDA graph"),
     Tolerance(field="of_bound", above=0.02, only="CUDA graph"),
     Tolerance(field="of_plain", above=0.03, only="CUDA graph"),
-    Tolerance(field="replay_exposed_share", above=0.05, only="CUDA graph"),
+    # Of a few milliseconds, by events of their own: 2.8 and 7.6 % of the same case in two runs.
+    Tolerance(field="replay_exposed_share", margin=0.05, only="CUDA graph"),
 )
 
 
@@ -93,7 +96,8 @@ def _failures(
         name = tolerance.field
         if not golden.get(name) or name not in found or tolerance.only not in str(golden["name"]):
             continue
-        low, high = golden[name] * (1 - tolerance.below), golden[name] * (1 + tolerance.above)
+        low = golden[name] * (1 - tolerance.below) - tolerance.margin
+        high = golden[name] * (1 + tolerance.above) + tolerance.margin
         if not low <= found[name] <= high:
             yield Failure(part=key[0], case=key[1], field=name, golden=golden[name], found=found[name])
 

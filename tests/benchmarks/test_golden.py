@@ -53,6 +53,13 @@ def test_times_count_where_the_host_does_not_set_them(name, field, factor, fails
     assert [failure.field for failure in found] == ([field] if fails else [])
 
 
+@pytest.mark.parametrize(("found", "fails"), [(0.0, False), (0.055, False), (0.06, True)])
+def test_a_share_near_nothing_has_a_margin(found, fails) -> None:
+    row = {"name": "a, CUDA graph", "replay_exposed_share": 0.006}
+    failures = golden.check({"part": [{**row, "replay_exposed_share": found}]}, {"part": [row]})
+    assert [failure.field for failure in failures] == (["replay_exposed_share"] if fails else [])
+
+
 def test_a_run_with_no_known_case_is_no_pass(payload) -> None:
     with pytest.raises(ValueError, match="no case in common"):
         golden.check({"memory": [{"name": "new"}]}, payload)
