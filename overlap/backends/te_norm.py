@@ -1,7 +1,7 @@
 """RMSNorm: forward by torch's operator, backward by Transformer Engine's kernel.
 
-Forward runs twice where it is replayed, and Transformer Engine's takes the host five times as long as torch's for the
-same time on the device. Of backward it takes the device a third of torch's time, and the host no longer.
+Backward takes the device less than half of torch's time by it. Forward, which a replay repeats, takes the device about as
+long either way, and by Transformer Engine the host many times that: 0.11 ms a call for 0.007, seen on a slow host.
 """
 
 from __future__ import annotations
