@@ -53,4 +53,4 @@ class _RMSNorm(torch.autograd.Function):
         grad_rows, grad_weight = tex.rmsnorm_bwd(
             grad.to(x.dtype).contiguous().view_as(rows), rows, scale.view(-1), weight.to(x.dtype), 0, False
         )
-        return grad_rows.view_as(x), grad_weight.view_as(weight).to(weight.dtype), None
+        return grad_rows.view_as(x), grad_weight.view_as(weight), None
