@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from overlap.cli.folders import folder_at
 from overlap.cli.job_options import describe_job, read_device, read_job
 from overlap.cli.options import Options
 from overlap.cli.report import console, messages, print_json, table
@@ -49,6 +49,7 @@ def run_budget(args: argparse.Namespace, options: Options) -> int:
         if given:
             raise ConfigError(field=name, value=getattr(args, name), rule="the planner chooses it: leave it out")
     job, device = read_job(args, options), read_device(args)
+    folder = None if args.out is None else folder_at("out", args.out)
     begin = time.perf_counter()
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     with Progress(*columns, console=messages, disable=not messages.is_terminal) as progress:
@@ -56,9 +57,7 @@ def run_budget(args: argparse.Namespace, options: Options) -> int:
         setting = Setting(job=job, survey=survey(job, device, SELECTIONS), device=device, order=options.order)
         decision = explore(setting, budget, lambda name: progress.update(task, description=name))
     pictures = []
-    if args.out is not None:
-        folder = Path(args.out)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         pictures.append(str(folder / "frontier.png"))
         draw_frontier(decision, folder / "frontier.png")
     payload = {

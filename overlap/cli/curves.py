@@ -31,24 +31,22 @@ def refuse_curve(args: argparse.Namespace) -> None:
         raise ConfigError(field="curve", value=args.curve, rule="has no effect with --oracle")
 
 
-def write_curves(usage: Usage, options: Options, folder: str) -> list[str]:
+def write_curves(usage: Usage, options: Options, folder: Path) -> list[str]:
     """Write the files; returns their names.
 
     Args:
         usage: Of a measured step.
         options: Of the same step: a snapshot runs it again.
-        folder: Made if it is not there.
+        folder: Is there.
     """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
     title = f"Memory of a step: {options.recompute}, order {options.order}, {options.device}"
-    draw_curve_png(usage, target / "curve.png", title)
-    write_curve_html(usage, target / "curve.html", title)
+    draw_curve_png(usage, folder / "curve.png", title)
+    write_curve_html(usage, folder / "curve.html", title)
     names = ["curve.png", "curve.html"]
     if options.device != "cpu":
         chunk, feeds = build_chunk(options), random_microbatches(options, 0)
         train_step(chunk, feeds)
-        with record_snapshot(target / "snapshot.pickle") as observer:
+        with record_snapshot(folder / "snapshot.pickle") as observer:
             train_step(chunk, feeds, observers=(observer,))
         names.append("snapshot.pickle")
-    return [str(target / name) for name in names]
+    return [str(folder / name) for name in names]

@@ -12,6 +12,7 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from overlap.cli.build import build_chunk
+from overlap.cli.folders import folder_at
 from overlap.cli.options import Options, add_shared_options, read_options
 from overlap.cli.report import console, messages, num_bytes, print_json, table
 from overlap.cli.train import make_trainer
@@ -67,8 +68,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(field=name, value=getattr(args, name), rule="the demo chooses it: leave it out")
     if args.steps < 1:
         raise ConfigError(field="steps", value=args.steps, rule="must be at least 1")
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = folder_at("out", args.out)
     results = [_result(rule, options, args.steps) for rule in rules(options.model.layers)]
     same = all(result.losses == results[0].losses for result in results)
     exact = all(result.profile.measured == result.profile.predicted for result in results)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
+from overlap.cli.folders import folder_at
 from overlap.cli.options import Options, describe
 from overlap.cli.report import console, num_bytes, print_json, table
 from overlap.draw_plan import draw_curve
@@ -35,11 +35,10 @@ def read_groups(text: str) -> tuple[int, ...]:
 
 def run_groups(options: Options, groups: tuple[int, ...], out: str | None) -> int:
     """Predict, measure, compare, draw; exit status 1 if a prediction is not the measurement."""
+    folder = None if out is None else folder_at("out", out)
     rows = _rows(options, groups)
     pictures = []
-    if out is not None:
-        folder = Path(out)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         pictures.append(str(folder / "groups.png"))
         lines = {name: [row[name] for row in rows] for name in ("measured", "predicted", "formula")}
         title = f"Peak of a step of {options.model.layers} layers over the layers of a segment"

@@ -48,7 +48,6 @@ def write_pipeline(run: PipelineRun, out: Path, start: float, end: float | None)
     last = run.milliseconds if end is None else end
     if not 0 <= start < last:
         raise ConfigError(field="from_ms", value=start, rule="must be from 0 to below the picture's end")
-    out.mkdir(parents=True, exist_ok=True)
     trace, picture = out / "timeline.json", out / "timeline.png"
     trace.write_text(json.dumps(pipeline_trace(run)), encoding="utf-8")
     draw_pipeline(run, picture, start=start, end=last)

@@ -8,6 +8,7 @@ from typing import Any
 
 from overlap.cli.build import build_chunk, random_microbatches
 from overlap.cli.curves import add_curve_options, refuse_curve, write_curves
+from overlap.cli.folders import folder_at
 from overlap.cli.job_options import add_job_options, refuse_job_options
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.oracle import add_oracle_options, refuse_oracle_options, run_oracle
@@ -44,8 +45,9 @@ def run(args: argparse.Namespace) -> int:
     refuse_oracle_options(args)
     if options.backend.name != "torch":
         return _measure_only(options)
+    folder = None if args.curve is None else folder_at("curve", args.curve)
     result = profile_step(partial(build_chunk, options), random_microbatches(options, 0))
-    files = [] if args.curve is None else write_curves(result.measured, options, args.curve)
+    files = [] if folder is None else write_curves(result.measured, options, folder)
     if options.json:
         print_json({**result.as_json(), "files": files, "config": describe(options)})
     else:

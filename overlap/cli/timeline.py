@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
+from overlap.cli.folders import folder_at
 from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
 from overlap.cli.pipeline_model_options import (
     Pipeline,
@@ -55,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
     last = max(timeline.end for timeline in timelines) if args.to_ms is None else args.to_ms
     if not 0 <= args.from_ms < last:
         raise ConfigError(field="from_ms", value=args.from_ms, rule="must be from 0 to below the picture's end")
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    out = folder_at("out", args.out)
     trace, picture = out / "timeline.json", out / "timeline.png"
     trace.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")
     draw_timelines(timelines, picture, start=args.from_ms, end=last)
@@ -79,7 +78,7 @@ def _run_pipeline(args: argparse.Namespace, modelled: Modelled, pipeline: Pipeli
     if args.recorded is not None:
         raise ConfigError(field="recorded", value=args.recorded, rule="has no effect with --pp")
     simulated = simulate_pipeline(modelled, pipeline)
-    written = write_pipeline(simulated.run, Path(args.out), args.from_ms, args.to_ms)
+    written = write_pipeline(simulated.run, folder_at("out", args.out), args.from_ms, args.to_ms)
     payload = {**pipeline_payload(modelled, pipeline, simulated), **written}
     if args.json:
         print_json(payload)
