@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
 from overlap.dispatch import LocalTransport
-from overlap.ir import Lane, Program
+from overlap.ir import Lane
 from overlap.memory import fake_chunk, measure_peak, measure_step, predict_step, take_footprint
 from overlap.memory.crossing import CrossLanes
 from overlap.memory.facts import Footprint
@@ -154,35 +153,3 @@ def test_the_end_of_the_step_holds_nothing_of_the_lanes(streams) -> None:
     predicted = highest_of(chunk, [footprint("copies", True)] * MICROBATCHES, streams=True)
     assert predicted.slot == "end of step"
     assert predicted.bytes == measure_peak(chunk, tokens(MICROBATCHES))
-
-
-class Masked(nn.Module):
-    """Layers whose communication reads a fed value and replays."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
-
-    def program(self) -> Program:
-        """The layers, and the mean of squares."""
-        b = ProgramBuilder()
-        h, mask = b.input("h"), b.input("mask")
-        for index, layer in enumerate(self.layers):
-            with b.layer(index):
-                (y,) = b.compute("attn", layer, h, outputs=("y",), parameters=layer.parameters())
-                (z,) = b.comm("dispatch", torch.mul, y, mask, outputs=("z",), adjoint=lambda grads, _: (grads[0], None))
-                (h,) = b.compute("experts", torch.tanh, z, outputs=("h",))
-        b.loss(b.compute("head", lambda h: h.square().mean(), h, outputs=("loss",))[0])
-        return b.build()
-
-
-def test_a_fed_value_that_communication_reads_last(streams) -> None:
-    """The lanes hold the step's copy of it behind its last use."""
-    feeds = [{"h": torch.randn(16, 8), "mask": torch.ones(16, 8)} for _ in range(MICROBATCHES)]
-    with fake_chunk(lambda: ModelChunk(Masked(), recompute=uniform(2), order="plain")) as fake:
-        found = [take_footprint(fake, feeds[0])] * MICROBATCHES
-    chunk = ModelChunk(Masked(), recompute=uniform(2), order="plain")
-    apart, together = (predict_step(chunk, found, streams=streams) for streams in (True, False))
-    assert apart.curve != together.curve
-    chunk.lanes = StreamLanes(torch.device("cpu"))
-    assert_same(measure_step(chunk, feeds).usage, apart)
