@@ -55,8 +55,14 @@ def home(key: tuple[str, int], side: Side) -> Lane:
 
 
 def allocator(key: tuple[str, int], side: Side) -> Lane:
-    """The lane whose memory a copy of a written value is: not its writer's, if that passes on what it was given."""
-    return home(key, side) if key[1] >= STORED else side.program.producers[key[0]].owner(key[0])
+    """The lane whose memory a copy of a value is: not its writer's, if that passes on what it was given.
+
+    A fed value is the compute lane's: a step copies there what replays read, and nobody else holds the copy.
+    """
+    if key[1] >= STORED:
+        return home(key, side)
+    producer = side.program.producers.get(key[0])
+    return Lane.COMPUTE if producer is None else producer.owner(key[0])
 
 
 def writer(key: tuple[str, int], side: Side) -> Op:

@@ -348,9 +348,7 @@ def _finished(
     side = sides[issue.slot.microbatch]
     program = side.program
     keys = [
-        (key, allocator(key, side))
-        for key in (*issue.reads, *issue.pinned)
-        if key[0] in program.producers and allocator(key, side) is not issue.lane
+        (key, allocator(key, side)) for key in (*issue.reads, *issue.pinned) if allocator(key, side) is not issue.lane
     ]
     pieces = [
         (piece, program.stages[piece[1]].allocates)
@@ -358,9 +356,8 @@ def _finished(
         for piece in group
         if program.stages[piece[1]].allocates is not issue.lane
     ]
-    written = [(place, value) for place, value in enumerate(issue.stage.reads) if value in program.producers]
-    homes = [(place, allocator((value, generation(value, issue.stage, side)), side)) for place, value in written]
-    leaves = [(place, lane) for place, lane in homes if lane is not issue.lane]
+    homes = [allocator((value, generation(value, issue.stage, side)), side) for value in issue.stage.reads]
+    leaves = [(place, lane) for place, lane in enumerate(homes) if lane is not issue.lane]
     readers = {reader.allocates for value in issue.stage.writes for reader in program.readers[value]}
     givers = {lane for _, lane in leaves} | readers - {issue.lane}
     keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None

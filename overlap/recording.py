@@ -28,15 +28,13 @@ class _Buffer:
     """What is known of a value or gradient piece."""
 
     lane: Lane | None
-    """Lane that wrote it; None: the caller did, before the step, and keeps it."""
-    home: Lane | None = None
+    """Lane that wrote it; None: it was fed, before the step began."""
+    home: Lane
     """Lane that allocated it: another than wrote it, if that passed on what it was given."""
     written: int = 0
     """Number of the issue of that lane that wrote it last."""
     uses: dict[Lane, tuple[int, Slot]] = field(default_factory=dict)
-    """Last use on each other lane."""
-    announced: set[Lane] = field(default_factory=set)
-    """Lanes that the allocator was told of: it waits for their queues before it gives the memory out again (R14)."""
+    """Last use on each other lane that the allocator was not told of: those it was told of it waits for (R14)."""
     released: Slot | None = None
 
 
@@ -111,7 +109,8 @@ class RecordingLanes:
         for key in dict.fromkeys((*issue.reads, *issue.pinned)):
             name = (owner.number, "value", key)
             if name not in self._buffers and key in owner.values:
-                self._buffers[name] = _Buffer(None)
+                # A feed, of which the step may hold a copy that is the compute lane's memory.
+                self._buffers[name] = _Buffer(None, Lane.COMPUTE)
             yield name, key in issue.foreign
         for piece in (piece for group in issue.pieces for piece in group):
             yield (owner.number, "piece", piece), piece in issue.foreign_pieces
@@ -124,16 +123,12 @@ class RecordingLanes:
         if buffer.released is not None:
             raise RaceError(issue.slot, _text(name), f"is used after {buffer.released} released it")
         self._note(lane, "use", _text(name))
-        if buffer.lane is None:
-            return
-        if buffer.lane is not lane and clock.get(buffer.lane, 0) < buffer.written:
-            rule = f"is used on {lane.value}, and no wait orders that behind its write on {buffer.lane.value}"
+        source = buffer.lane
+        if source is not None and source is not lane and clock.get(source, 0) < buffer.written:
+            rule = f"is used on {lane.value}, and no wait orders that behind its write on {source.value}"
             raise RaceError(issue.slot, _text(name), rule)
-        if buffer.home is lane:
-            return
-        buffer.uses[lane] = (clock[lane], issue.slot)
-        if announced:
-            buffer.announced.add(lane)
+        if buffer.home is not lane and not announced:
+            buffer.uses[lane] = (clock[lane], issue.slot)
 
     def _writes(self, issue: Issue, owner: Owner) -> Iterator[_Name]:
         for key in issue.writes:
@@ -157,11 +152,9 @@ class RecordingLanes:
             raise RaceError(issue.slot, _text(name), rule)
         self._note(issue.lane, "release", _text(name))
         buffer.released = issue.slot
-        if buffer.home is None:
-            return
         clock = self._clocks[buffer.home]
         for lane, (number, slot) in buffer.uses.items():
-            if lane not in buffer.announced and clock.get(lane, 0) < number:
+            if clock.get(lane, 0) < number:
                 rule = (
                     f"goes back to {buffer.home.value}, which is not behind its use by {slot} on {lane.value}; "
                     "nor was the allocator told of that use (R14)"

@@ -7,12 +7,13 @@ steps the optimizer or updates the expert bias.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from overlap.check import check_stages
 from overlap.chunk import ModelChunk
@@ -61,11 +62,12 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, a single call that is not
-            the last, float16 autocast; ranks with different settings (found before the first step).
+        ConfigError: No microbatch, a feed that is missing or unknown or requires grad undeclared, a bad `accumulate`,
+            a single call that is not the last, float16 autocast; ranks with different settings (found before the
+            first step).
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
-    check_feeds(chunk.program, microbatches)
+    check_feeds(chunk.program, microbatches, trains=torch.is_grad_enabled())
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
@@ -123,7 +125,7 @@ def forward_only(
     Returns:
         Each microbatch's losses and outputs.
     """
-    check_feeds(chunk.program, microbatches)
+    check_feeds(chunk.program, microbatches, trains=False)
     plan = chunk.planner.forward_plan()
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(number, feeds, 1.0, first) for number, feeds in enumerate(microbatches)]
@@ -157,16 +159,31 @@ def replayed_feeds(chunk: ModelChunk, num_microbatches: int) -> list[frozenset[s
 
 
 def snapshot_feeds(feeds: Feeds, kept: frozenset[str]) -> Feeds:
-    """The feeds, copied where a replay reads them: what the caller does to them later must not reach it."""
-    return {name: _copy(value) if name in kept else value for name, value in feeds.items()}
+    """The feeds, copied where a replay reads them: what the caller does to them later must not reach it.
+
+    Raises:
+        ConfigError: Names a feed that cannot be copied.
+    """
+    return {name: _copy(name, value) if name in kept else value for name, value in feeds.items()}
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if torch.is_tensor(value) else copy.deepcopy(value)
+def _copy(name: str, value: Any) -> Any:
+    if torch.is_tensor(value):
+        return value.detach().clone()
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:
+        rule = f"is read again by a replay, so a step copies it, which fails ({error}); feed tensors or plain data"
+        raise ConfigError(field=name, value=type(value).__name__, rule=rule) from error
 
 
-def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
+def check_feeds(program: Program, microbatches: Sequence[Feeds], *, trains: bool = True) -> None:
     """Refuse microbatches that do not feed the program.
+
+    Args:
+        program: What is fed.
+        microbatches: Of a step.
+        trains: Whether backward follows: a feed that requires grad must then be declared so.
 
     Raises:
         ConfigError: Names the microbatch and the feed.
@@ -178,12 +195,26 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds]) -> None:
         if set(feeds) != wanted:
             rule = f"must feed exactly {sorted(wanted)}"
             raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+        if trains:
+            _check_gradients(program, number, feeds)
         for check in program.feed_checks:
             try:
                 check(feeds)
             except ConfigError as error:
                 error.add_note(f"in microbatch {number} of the step")
                 raise
+
+
+def _check_gradients(program: Program, number: int, feeds: Feeds) -> None:
+    """A gradient that is not declared would arrive or not as recompute has it: a replay reads a copy of the feed."""
+    for source in program.inputs:
+        if source.needs_grad:
+            continue
+        for leaf in tree_leaves(feeds[source.name]):
+            if torch.is_tensor(leaf) and leaf.requires_grad:
+                value = f"{leaf.dtype} {tuple(leaf.shape)} that requires grad"
+                rule = f"declare input({source.name!r}, needs_grad=True), or detach what is fed"
+                raise ConfigError(field=f"microbatches[{number}][{source.name!r}]", value=value, rule=rule)
 
 
 def check_accumulate(accumulate: int, last: bool) -> None:
@@ -224,10 +255,10 @@ def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) ->
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
     """Apply the step's effects once, in microbatch order, then program order (R5); then step states move on."""
-    place: Mapping[str, int] = {value: program.position[stage.key] for value, stage in program.producers.items()}
+    position, producers = program.position, program.producers
     with torch.no_grad():
         for owner in states:
-            for effect, value in sorted(owner.effects, key=lambda item: place[item[0].value]):
+            for effect, value in sorted(owner.effects, key=lambda item: position[producers[item[0].value].key]):
                 effect.apply(value)
         for moving in program.step_states:
             moving.advance()

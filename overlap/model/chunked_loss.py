@@ -7,6 +7,7 @@ Legend: T tokens, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -33,7 +34,8 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, igno
         ignored: That label.
 
     Returns:
-        A scalar in float32, or float64 for float64 input.
+        A scalar in float32, or float64 for float64 input. Any other label outside 0 to V - 1 makes it NaN, and with it
+        the gradients of the token and of the weight: an error would have to wait for the device.
     """
     return apply(_LinearCrossEntropy, hidden, *graph_inputs(hidden, weight), labels, ignored)
 
@@ -52,16 +54,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
         hidden, matrix = autocast_like(hidden), autocast_like(weight)
         wide = wide_dtype(hidden.dtype)
         log_sums = hidden.new_empty(len(hidden), dtype=wide)
-        losses = torch.empty_like(log_sums)
-        targets = labels.clamp(0, len(matrix) - 1).unsqueeze(-1)
+        picked = torch.empty_like(log_sums)
+        without = labels == ignored
+        targets, unknown = _targets(labels, without, len(matrix))
         for block in _blocks(len(hidden), len(matrix)):
             logits = hidden[block].mm(matrix.t()).to(wide)
             log_sums[block] = logits.logsumexp(-1)
-            losses[block] = log_sums[block] - logits.gather(-1, targets[block]).squeeze(-1)
+            picked[block] = logits.gather(-1, targets[block]).squeeze(-1)
+        # backward reads these sums: NaN here is NaN there
+        log_sums.masked_fill_(unknown, math.nan)
         ctx.save_for_backward(hidden, weight, labels, log_sums)
         ctx.ignored = ignored
         keep_weight(ctx, weight, late)
-        return losses.masked_fill_(labels == ignored, 0.0).sum()
+        return (log_sums - picked).masked_fill_(without, 0.0).sum()
 
     @staticmethod
     @once_differentiable
@@ -72,6 +77,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden = _hidden_gradient(*kept, ignored=ctx.ignored) if ctx.needs_input_grad[0] else None
         compute = partial(_weight_gradient, ignored=ctx.ignored)
         return grad_hidden, gradient_of_weight(ctx, compute, *kept), None, None, None, None
+
+
+def _targets(labels: Tensor, without: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows of the matrix to look up [T, 1], some row for tokens `without` label; which labels are no row [T]."""
+    given = labels.masked_fill(without, 0)
+    targets = given.clamp(0, rows - 1)
+    return targets.unsqueeze(-1), given != targets
 
 
 def _hidden_gradient(

@@ -37,6 +37,7 @@ def check_feeds(config: ModelConfig, feeds: Mapping[str, Any]) -> None:
         raise ConfigError(field="mtp", value=config.mtp, rule=f"must be below the sequence length ({length})")
     if config.labels:
         _check_tensor("labels", feeds["labels"], ids, torch.int64)
+        _check_labels(feeds["labels"], config.vocab)
     if config.padding:
         _check_padding(config, feeds, ids)
     if config.packed:
@@ -49,6 +50,16 @@ def _check_tensor(name: str, value: Any, ids: Tensor, dtype: torch.dtype) -> Non
     if not torch.is_tensor(value) or value.shape != ids.shape or value.dtype is not dtype:
         rule = f"must be {dtype} of the shape of ids, {tuple(ids.shape)}"
         raise ConfigError(field=name, value=_kind(value), rule=rule)
+
+
+def _check_labels(labels: Tensor, vocab: int) -> None:
+    """On a device a label outside the vocabulary makes the loss NaN instead."""
+    if not _on_host(labels):
+        return
+    outside = [label for label in _contents(labels) if label != IGNORED and not 0 <= label < vocab]
+    if outside:
+        rule = f"must be {IGNORED} (no loss) or lie in 0 to vocab - 1 ({vocab - 1})"
+        raise ConfigError(field="labels", value=[min(outside), max(outside)], rule=rule)
 
 
 def _check_padding(config: ModelConfig, feeds: Mapping[str, Any], ids: Tensor) -> None:

@@ -76,3 +76,29 @@ def test_frozen_weight() -> None:
     linear_cross_entropy(hidden, weight, labels, ignored=IGNORED).backward()
     assert weight.grad is None
     assert hidden.grad is not None
+
+
+@pytest.mark.parametrize("label", [11, 300, -1, -99, 10**12, -(10**12)])
+def test_a_label_outside_the_vocabulary_is_seen(label: int) -> None:
+    """Loss and weight gradient are NaN, and the hidden gradient where the label is; other tokens' is what it was."""
+    hidden, weight, labels = data()
+    linear_cross_entropy(hidden, weight, labels, ignored=IGNORED).backward()
+    (before, hidden.grad), weight.grad = (hidden.grad, None), None
+    assert before is not None
+    labels[4] = label
+    loss = linear_cross_entropy(hidden, weight, labels, ignored=IGNORED)
+    loss.backward()
+    assert loss.isnan()
+    assert weight.grad is not None
+    assert weight.grad.isnan().all()
+    assert hidden.grad is not None
+    assert hidden.grad[4].isnan().all()
+    others = [token for token in range(7) if token != 4]
+    assert torch.equal(hidden.grad[others], before[others])
+
+
+def test_an_ignored_label_inside_the_vocabulary() -> None:
+    hidden, weight, labels = data()
+    labels[labels == IGNORED] = 5
+    loss = linear_cross_entropy(hidden, weight, labels, ignored=5)
+    torch.testing.assert_close(loss, F.cross_entropy(hidden @ weight.T, labels, ignore_index=5, reduction="sum"))

@@ -23,7 +23,7 @@ from tests.mtp.tools import tiny
     seed=st.integers(0, 99),
 )
 def test_cut_rows(padding: bool, packed: bool, batch: int, length: int, seed: int) -> None:
-    config = tiny(padding=padding, packed=packed)
+    config = tiny(vocab=64, padding=padding, packed=packed)
     tokens = torch.arange(batch * (length + 1)).view(batch, length + 1)
     feeds = {"ids": tokens[:, :-1].contiguous(), "labels": tokens[:, 1:].contiguous()}
     before = {name: value.clone() for name, value in feeds.items()}

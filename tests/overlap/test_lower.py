@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from overlap.builder import ProgramBuilder
 from overlap.ir import Input, Lane, Op, Program, Stage
@@ -241,6 +242,23 @@ def test_uses_of_what_was_passed_on() -> None:
     for program, owners in ((dummy_program("M"), {Lane.COMM}), (staying(dummy_program("M")), set())):
         delayed = plans(program, RecomputeConfig.none(), delayed=True)[2]
         assert {lane for issue in delayed.issues for lane in issue.pending_owners} == owners
+
+
+def test_fed_values_are_the_compute_lanes_memory() -> None:
+    """R14: communication announces a fed value that it reads, and one that its graph keeps."""
+    b = ProgramBuilder()
+    x, mask = b.input("x", needs_grad=True), b.input("mask")
+    with b.layer(0):
+        (y,) = b.compute("attn", nothing, x, mask, outputs=("y",))
+        (z,) = b.comm("send", nothing, y, mask, outputs=("z",), adjoint=nothing)
+    b.loss(z)
+    program = b.build()
+    by_graph = replace(program, stages=tuple(replace(stage, adjoint=None) for stage in program.stages))
+    backward = plans(by_graph, uniform(1), order="plain")[2]
+    assert table(backward, lambda issue: map(key, issue.foreign)) == ["R0.0.send: 0.y' mask"]
+    assert [(str(i.slot), i.foreign_leaves) for i in backward.issues if i.foreign_leaves] == [
+        ("B0.0.send", ((0, Lane.COMPUTE), (1, Lane.COMPUTE)))
+    ]
 
 
 def test_gradient_pieces_are_added_in_reverse_program_order() -> None:

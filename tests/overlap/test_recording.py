@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from overlap.builder import ProgramBuilder
 from overlap.errors import RaceError
-from overlap.ir import Program
+from overlap.ir import Lane, Program
 from overlap.lower import Issue, Plan
 from overlap.orders import ORDER_NAMES, get_order
 from overlap.plan import Planner, StepPlan
@@ -44,14 +44,17 @@ def run(plans: Plans, program: Program, lanes: RecordingLanes) -> None:
         {"tied": st.booleans(), "shared": st.booleans(), "plain_post": st.booleans(), "frozen": st.integers(0, 2)}
     ),
     st.integers(0, 4),
+    st.booleans(),
 )
 def test_no_plan_races(
-    order: str, kinds: str, configs: list[RecomputeConfig], delayed: bool, shape: dict, lead: int
+    order: str, kinds: str, configs: list[RecomputeConfig], delayed: bool, shape: dict, lead: int, fed: bool
 ) -> None:
     """Row 47 (waits and announced uses, on the record): any order, rule, pairing, lead and mix of configs."""
     if shape["tied"]:
         shape = {**shape, "frozen": 0}
     program = dummy_program(kinds, **shape)
+    if fed:
+        program = sending_fed(program)
     lanes = RecordingLanes()
     planner = Planner(program, get_order(order), delayed=delayed, lead=min(lead, len(kinds)))
     plans = step_plans(planner, configs)
@@ -216,6 +219,43 @@ def test_a_foreign_use_of_a_gradient_dropped() -> None:
     error = caught("B0.1.combine", lambda issue: replace(issue, foreign_pieces=()))
     assert error.value == "grad 1.mixed/10 @1"
     assert "which is not behind its use by B0.1.combine on comm" in error.rule
+
+
+def sending_fed(program: Program) -> Program:
+    """The same where `dispatch` reads a fed value too, which replays read again."""
+    return replace(
+        program,
+        stages=tuple(replace(s, reads=(*s.reads, "target")) if s.name == "dispatch" else s for s in program.stages),
+    )
+
+
+@pytest.mark.parametrize("config", [none(), uniform(1), uniform(2), block(1)], ids=str)
+def test_communication_that_reads_a_fed_value_tells_the_allocator(config: RecomputeConfig) -> None:
+    """The step holds its copies of feeds alone: their memory is the compute lane's when the last use lets them go."""
+    program = sending_fed(dummy_program("MMD"))
+    plans = step_plans(Planner(program, get_order("multi_queue"), delayed=False), [config] * 3)
+    lanes = RecordingLanes()
+    run(plans, program, lanes)
+    assert lanes.alive() == []
+    reading = [i for plan, _ in plans for i in plan.issues if i.lane is Lane.COMM and ("target", 0) in i.reads]
+    assert len(reading) >= 6
+    assert all(dict(zip(i.foreign, i.foreign_owners, strict=True))["target", 0] is Lane.COMPUTE for i in reading)
+
+
+def test_a_foreign_use_of_a_fed_value_dropped() -> None:
+    def silent(issue: Issue) -> Issue:
+        kept = [(k, o) for k, o in zip(issue.foreign, issue.foreign_owners, strict=True) if k != ("target", 0)]
+        return replace(issue, foreign=tuple(k for k, _ in kept), foreign_owners=tuple(o for _, o in kept))
+
+    error = caught("R0.1.dispatch", silent, program=sending_fed(dummy_program("MM")))
+    assert (str(error.slot), error.value) == ("R0.1.dispatch", "target @1")
+    assert error.rule.startswith("goes back to compute, which is not behind its use by R0.1.dispatch on comm")
+
+
+def test_a_free_of_a_fed_value_moved_up() -> None:
+    program = sending_fed(dummy_program("MM"))
+    error = caught("R0.1.attn", lambda issue: replace(issue, frees=(*issue.frees, ("target", 0))), program=program)
+    assert str(error) == "R0.1.dispatch, target @1: is used after R0.1.attn released it"
 
 
 def test_a_use_that_the_allocating_lane_waited_for_needs_no_announcement() -> None:

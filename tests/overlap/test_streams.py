@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from overlap import ModelChunk
+from overlap.builder import ProgramBuilder
 from overlap.contiguous import contiguous_step
 from overlap.dispatch import LocalTransport
 from overlap.dispatch.round_trip import RoundTrip
@@ -22,6 +24,7 @@ from overlap.model import Decoder, ModelConfig
 from overlap.step import train_step
 from overlap.streams import StreamLanes
 from recompute import RecomputeConfig
+from tests.overlap.programs import Own
 
 
 @dataclass
@@ -124,6 +127,39 @@ def test_what_another_lane_uses_is_held_until_its_owner_has_waited(current: list
     assert alive["dispatch"]
     assert alive["shared"], "held: nothing has waited yet"
     assert not alive["experts"], "let go at the owner's wait"
+
+
+def masking(module: Any, b: ProgramBuilder) -> None:
+    """Two layers whose communication reads a fed value."""
+    h, mask = b.input("h"), b.input("mask")
+    for index, weight in enumerate(module.weights):
+        with b.layer(index):
+            (y,) = b.compute("attn", partial(torch.mul, weight), h, outputs=("y",), parameters=(weight,))
+            (z,) = b.comm("dispatch", torch.mul, y, mask, outputs=("z",), adjoint=lambda grads, _: (grads[0], None))
+            (h,) = b.compute("experts", torch.tanh, z, outputs=("h",))
+    b.loss(b.compute("head", torch.sum, h, outputs=("loss",))[0])
+
+
+def test_a_fed_value_that_another_lane_reads_last_is_held(current: list[FakeStream]) -> None:
+    """Only the step holds its copy: without the hold its memory is given out while the transfer reads it."""
+    lanes = StreamLanes(torch.device("cpu"))
+    last: list[weakref.ref[Tensor]] = []
+    alive: list[tuple[str, bool]] = []
+
+    class Look(Watch):
+        def before(self, issue: Issue, owner: MicrobatchState) -> None:
+            if last:
+                alive.append((str(issue.slot), last.pop()() is not None))
+
+        def after(self, issue: Issue, owner: MicrobatchState) -> None:
+            if ("mask", 0) in issue.frees:
+                last.append(weakref.ref(owner.values["mask", 0]))
+
+    model = Own(masking, weights=nn.ParameterList(torch.ones(4) for _ in range(2)))
+    chunk = ModelChunk(model, recompute=RecomputeConfig.uniform(2), lanes=lanes, order="plain")
+    train_step(chunk, [{"h": torch.ones(4), "mask": torch.ones(4)}], observers=(Look(lanes),))
+    assert alive == [("R0.1.experts", True)]
+    assert not lanes._held
 
 
 class Elsewhere(RoundTrip):

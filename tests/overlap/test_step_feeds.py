@@ -1,0 +1,69 @@
+"""Feeds of a step: what a replay reads is a copy, and a gradient goes back only where its input says so."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from overlap.builder import ProgramBuilder
+from overlap.chunk import ModelChunk
+from overlap.contiguous import contiguous_step
+from overlap.reference import reference_step
+from overlap.step import forward_only, train_step
+from recompute import ConfigError, RecomputeConfig
+from tests.overlap.programs import Own
+
+uniform, none = RecomputeConfig.uniform, RecomputeConfig.none
+CONFIGS = [none(), uniform(1)]
+
+
+def reading(module: Any, b: ProgramBuilder) -> None:
+    """One layer, which reads a fed tensor and a fed object."""
+    x, other = b.input("x"), b.input("other")
+    with b.layer(0):
+        (y,) = b.compute("attn", lambda x, other: x * module.w, x, other, outputs=("y",), parameters=(module.w,))
+    b.loss(b.compute("head", lambda y: y.sum(), y, outputs=("loss",))[0])
+
+
+def reader(config: RecomputeConfig) -> ModelChunk:
+    return ModelChunk(Own(reading, w=nn.Parameter(torch.ones(4))), recompute=config, order="plain")
+
+
+def test_a_feed_that_cannot_be_copied_is_refused_where_a_replay_reads_it() -> None:
+    feeds = [{"x": torch.ones(4), "other": threading.Lock()}]
+    train_step(reader(none()), feeds)
+    chunk = reader(uniform(1))
+    with pytest.raises(ConfigError, match=r"^other='lock': is read again by a replay, .*cannot pickle") as raised:
+        train_step(chunk, feeds)
+    assert isinstance(raised.value.__cause__, TypeError)
+    assert chunk.steps_done == 0
+    train_step(chunk, [{"x": torch.ones(4), "other": [torch.ones(1), "text"]}])
+
+
+GRADIENTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "x": lambda: {"x": torch.ones(4, requires_grad=True), "other": None},
+    "other": lambda: {"x": torch.ones(4), "other": {"mask": [torch.ones(4, requires_grad=True) * 2]}},
+}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("step", [train_step, reference_step, contiguous_step])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_a_gradient_that_is_not_declared_is_refused(step: Any, config: RecomputeConfig, name: str) -> None:
+    """Whatever the recompute rule: else it arrived without recompute and was missing with it."""
+    rule = rf"microbatches\[1\]\['{name}'\]=.*requires grad.*: declare input\('{name}', needs_grad=True\), or detach"
+    with pytest.raises(ConfigError, match=rule):
+        step(reader(config), [{"x": torch.ones(4), "other": None}, GRADIENTS[name]()])
+
+
+def test_without_backward_any_feed_will_do() -> None:
+    (losses,) = forward_only(reader(none()), [GRADIENTS["x"]()])
+    with torch.no_grad():
+        (again,) = train_step(reader(uniform(1)), [GRADIENTS["x"]()])
+    assert losses["loss"].item() == again["loss"].item() == 4.0
+    assert not losses["loss"].requires_grad
