@@ -8,7 +8,7 @@ what StreamLanes makes of the plan: what it waits for, what it holds, and when i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from overlap.ir import Op, StageKey
+from overlap.ir import Lane, Op, StageKey
 from overlap.lanes import Owner
 from overlap.lower import Issue
 from overlap.streams import Mark, StreamLanes
@@ -86,7 +86,8 @@ class CheckedLanes(StreamLanes):
     """Lanes that list what would be a race on a device.
 
     A use must be ordered behind the issue that made the storage. When a storage dies, its memory goes back to the
-    stream that made it, which must be behind every use on other streams.
+    stream that made it, which must be behind every use on other streams. The first issue of a step comes behind what
+    the caller launched before, and what the caller launches later behind all of the step.
 
     Attributes:
         faults: A line for each race.
@@ -120,10 +121,27 @@ class CheckedLanes(StreamLanes):
             self._follow(tensor, made)
         return super().end(issue, owner)
 
+    def finish(self) -> None:
+        streams = dict(self._streams)
+        super().finish()
+        self._check_joined(streams, "after the step")
+
     def save(self, box: Box) -> None:
         """Note what a graph saves, for the backward that will read it."""
         if self._running is not None:
             self._saved.setdefault(self._running, []).append(weakref.ref(box))
+
+    def _start(self) -> None:
+        cast(ClockedStream, torch.accelerator.current_stream(self._device)).launch()
+        super()._start()
+        self._check_joined(self._streams, "before the step")
+
+    def _check_joined(self, streams: Mapping[Lane, torch.Stream], when: str) -> None:
+        ends = {lane: cast(ClockedStream, stream) for lane, stream in streams.items()}
+        for lane, stream in ends.items():
+            for other, end in ends.items():
+                if stream.clock.get(end, 0) < end.clock.get(end, 0):
+                    self.faults.append(f"{lane.value} is not joined with {other.value} {when}")
 
     def _clocked(self, issue: Issue) -> ClockedStream:
         return cast(ClockedStream, self._streams[issue.lane])

@@ -19,6 +19,7 @@ from torch import Tensor
 from overlap import ModelChunk, Op, get_order, reference_step, train_step
 from overlap.dispatch import LocalTransport, Transport
 from overlap.dispatch.round_trip import RoundTrip
+from overlap.engine import MicrobatchState
 from overlap.ir import Lane
 from overlap.lanes import Lanes, NullLanes, Owner
 from overlap.lower import Issue
@@ -26,7 +27,7 @@ from overlap.model import Decoder
 from overlap.streams import Mark, StreamLanes
 from recompute import Keep, RecomputeConfig, Replay
 from tests.cases.clocked_streams import CheckedLanes, ClockedStream, use_clocked_streams
-from tests.cases.model import NONE, B, Outcome, U, different, m0, make_feeds, outcome, run, saved_tensors
+from tests.cases.model import NONE, B, Outcome, U, Watcher, different, m0, make_feeds, outcome, run, saved_tensors
 
 HIDDEN = U(1, replay=Replay.HIDDEN)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -76,13 +77,15 @@ def step(chunk: ModelChunk, lanes: CheckedLanes) -> Outcome:
 
 def assert_clean(
     shape: str, rule: RecomputeConfig, order: str, *, delay: bool, transport: Transport = WIRE
-) -> CheckedLanes:
+) -> ModelChunk:
+    """A step that races nowhere, does work on side streams and equals plain autograd bit for bit."""
     lanes = CheckedLanes()
-    found = step(make(shape, rule, order, lanes, delay=delay, transport=transport), lanes)
+    chunk = make(shape, rule, order, lanes, delay=delay, transport=transport)
+    found = step(chunk, lanes)
     assert lanes.faults == []
     assert lanes.foreign > 30
     assert different(reference(shape), found) == []
-    return lanes
+    return chunk
 
 
 @pytest.mark.parametrize("delay", [False, True])
@@ -97,15 +100,33 @@ def test_transfers_on_a_side_stream(rule: RecomputeConfig, order: str, delay: bo
 @pytest.mark.parametrize("rule", [NONE, U(1), B(2), U(2, replay=Replay.HIDDEN)], ids=str)
 def test_residual_streams_are_mixed_on_the_compute_stream(rule: RecomputeConfig, order: str, delay: bool) -> None:
     """B22: what a replay allocates on one stream and another one reads, an MTP depth's included."""
-    lanes = assert_clean("residual streams", rule, order, delay=delay)
-    program = make("residual streams", rule, order, lanes, delay=delay).program
-    mixers = [stage for stage in program.stages if stage.name in ("post", "mtp_post")]
+    chunk = assert_clean("residual streams", rule, order, delay=delay)
+    mixers = [stage for stage in chunk.program.stages if stage.name in ("post", "mtp_post")]
     assert [stage.label for stage in mixers] == ["0.post", "1.post", "2.post", "2.mtp_post"]
     assert {stage.lane for stage in mixers} == {Lane.COMPUTE}
 
 
 def test_rows_that_stay_are_memory_of_the_compute_stream() -> None:
     assert_clean("shared expert", HIDDEN, "multi_queue", delay=True, transport=LocalTransport())
+
+
+def test_a_step_that_fails_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has waited for the transfer that ran last: the caller's stream does."""
+
+    def fail(issue: Issue, owner: MicrobatchState) -> None:
+        if (issue.slot.op, issue.stage.label) == (Op.REPLAY, "1.dispatch"):
+            raise KeyboardInterrupt
+
+    def faults() -> list[str]:
+        lanes = CheckedLanes()
+        chunk = make("shared expert", U(1), "multi_queue", lanes, delay=False)
+        with pytest.raises(KeyboardInterrupt):
+            train_step(chunk, make_feeds(2), observers=(Watcher(fail),))
+        return lanes.faults
+
+    assert faults() == []
+    monkeypatch.setattr(ClockedStream, "wait_stream", nothing)
+    assert "compute is not joined with comm after the step" in faults()
 
 
 class Changed(CheckedLanes):
@@ -183,6 +204,8 @@ def let_all_go(lanes: StreamLanes, lane: Lane, mark: Mark) -> None:
         (StreamLanes, "_hold", nothing, "memory of F0.0.attn goes back while F0.0.dispatch uses it"),
         (StreamLanes, "_release", let_all_go, "memory of F0.0.attn goes back while B0.0.dispatch uses it"),
         (ClockedStream, "wait_event", nothing, "F0.0.dispatch does not wait for F0.0.attn"),
+        (ClockedStream, "wait_stream", nothing, "comm is not joined with compute before the step"),
+        (ClockedStream, "wait_stream", nothing, "comm is not joined with compute after the step"),
         (ClockedStream, "wait_stream", nothing, "memory of B2.0.dispatch goes back while B2.0.attn uses it"),
     ],
 )
