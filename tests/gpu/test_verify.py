@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -127,12 +128,16 @@ class LateCompute(StreamLanes):
             torch.cuda._sleep(500_000)
 
 
-@pytest.mark.parametrize("delay", [False, True])
-@pytest.mark.parametrize("rule", ["none", "uniform1", "uniform2-hidden"])
-@pytest.mark.parametrize("lanes", [LateComm, LateCompute])
-def test_a_late_lane_changes_nothing(lanes, rule, delay):
+@pytest.mark.parametrize(
+    ("lanes", "rule", "delay", "more"),
+    [
+        *itertools.product([LateComm, LateCompute], ["none", "uniform1", "uniform2-hidden"], [False, True], [{}]),
+        (LateCompute, "uniform2-hidden", True, {"mtp": 1, "mhc": 4}),
+    ],
+)
+def test_a_late_lane_changes_nothing(lanes, rule, delay, more):
     """Poisoned allocator (unwritten memory is NaN) and one stream that lags: a race would show (B19, B22)."""
-    config = ModelConfig(layers=4, dtype="bfloat16", **SHAPE)
+    config = ModelConfig(layers=4, dtype="bfloat16", **SHAPE, **more)
     chunk = make_chunk(config, RULES[rule], "multi_queue", loopback=True, delay=delay)
     chunk.lanes = lanes(DEVICE)
     assert verify(chunk, batches(config)).equal

@@ -22,7 +22,7 @@ from overlap.recording import RecordingLanes
 from overlap.reference import reference_step
 from overlap.side import Side
 from overlap.step import train_step
-from recompute import RecomputeConfig
+from recompute import RecomputeConfig, Replay
 from tests.overlap.hiding import (
     CONFIGS,
     HIDDEN,
@@ -158,18 +158,25 @@ def test_no_wait_joins_microbatches(order: str) -> None:
         drive(lanes, plan, {side: twins[number] for side, number in numbers.items()})
 
 
-def pair_plan(order: str) -> tuple[Plan, Mapping[int, Side]]:
-    side = side_of(dummy_program("MMM"), uniform(1))
+def pair_plan(order: str, replay: Replay = HIDDEN) -> tuple[Plan, Mapping[int, Side]]:
+    side = side_of(dummy_program("MMM"), RecomputeConfig.uniform(1, replay=replay))
     sides = {FORWARD_SIDE: side, BACKWARD_SIDE: side}
-    schedule = make_schedule(get_order(order, HIDDEN), side, side, delayed=True)
+    schedule = make_schedule(get_order(order, replay), side, side, delayed=True)
     return lower(schedule, sides, {}), sides
 
 
+@pytest.mark.parametrize("replay", Replay)
 @pytest.mark.parametrize("order", ORDERS)
-def test_nothing_waits_for_a_weight_gradient(order: str) -> None:
-    """B18: a transfer never waits for W; only the sum of a shared parameter's uses may."""
-    plan, _ = pair_plan(order)
+def test_nothing_waits_for_a_weight_gradient(order: str, replay: Replay) -> None:
+    """B18: a transfer never waits for W; only the sum of a shared parameter's uses may.
+
+    Nor does W wait for a transfer: all it reads is on its own lane since B.
+    """
+    plan, _ = pair_plan(order, replay)
     assert [issue.slot for issue in plan.issues if any(op is Op.WGRAD for op, _ in issue.waits)] == []
+    late = [issue for issue in plan.issues if issue.slot.op is Op.WGRAD]
+    assert [issue.slot for issue in late if issue.waits] == []
+    assert len(late) >= 2 * 3
 
 
 @pytest.mark.parametrize("order", ORDERS)

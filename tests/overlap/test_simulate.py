@@ -198,15 +198,29 @@ def test_the_preset_predicts_what_was_measured(
     assert took / 24 == pytest.approx(measured, rel=tolerance)
 
 
-def test_a_wait_for_a_weight_gradient_shows_in_the_time() -> None:
-    """B18, planted: a transfer that waits for W although it needs B alone."""
-    chain = chain_of(system("fused", ONE_LAYER))
+DISPATCH, EXPERTS = (Op.BACKWARD, "dispatch"), (Op.WGRAD, "experts")
+
+
+@pytest.mark.parametrize(
+    ("order", "recompute", "waiting", "awaited"),
+    [
+        ("fused", ONE_LAYER, DISPATCH, EXPERTS),
+        ("single_queue", ONE_LAYER, EXPERTS, DISPATCH),
+        ("multi_queue", HIDDEN, EXPERTS, DISPATCH),
+    ],
+)
+def test_a_wait_between_a_transfer_and_a_weight_gradient_shows_in_the_time(
+    order: str, recompute: RecomputeConfig, waiting: tuple[Op, str], awaited: tuple[Op, str]
+) -> None:
+    """B18, planted: a transfer that waits for W although it needs B alone, and W that waits for a transfer."""
+    chain = chain_of(system(order, recompute))
     ((plan, numbers),) = chain.pair_run()
     good = simulate("", [(plan, numbers)], H200, MANY_QUEUES)
     issues = []
     for issue in plan.issues:
-        if issue.slot.op is Op.BACKWARD and issue.slot.stage == "dispatch":
-            issue = replace(issue, waits=(*issue.waits, (Op.WGRAD, (issue.slot.layer, "experts"))))
+        if (issue.slot.op, issue.slot.stage) == waiting:
+            op, stage = awaited
+            issue = replace(issue, waits=(*issue.waits, (op, (issue.slot.layer, stage))))
         issues.append(issue)
     bad = simulate("", [(replace(plan, issues=tuple(issues)), numbers)], H200, MANY_QUEUES)
     assert bad.end > good.end + 0.1 * len(chain.kinds)

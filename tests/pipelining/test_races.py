@@ -51,7 +51,11 @@ def parts(rule: RecomputeConfig, order: str) -> tuple[PairPlans, list[Half], lis
 @pytest.mark.parametrize("order", ["multi_queue", "single_queue", "early_release", "carried"])
 @pytest.mark.parametrize("rule", [RecomputeConfig.none(), uniform(1, Replay.HIDDEN)])
 def test_no_pair_of_parts_races(order: str, rule: RecomputeConfig) -> None:
+    """B22: virtual stages with residual streams and an MTP depth; what mixes the streams stays off the comm lane."""
     plans, halves, programs = parts(rule, order)
+    mixers = [stage for program in programs for stage in program.stages if stage.name in ("post", "mtp_post")]
+    assert [stage.label for stage in mixers] == [*(f"{layer}.post" for layer in range(5)), "4.mtp_post"]
+    assert {stage.lane for stage in mixers} == {Lane.COMPUTE}
     for ahead, behind in ((a, b) for a in range(4) for b in range(4)):
         lanes = RecordingLanes()
         first, second = fake_owner(0, programs[behind]), fake_owner(1, programs[ahead])
@@ -72,3 +76,18 @@ def test_a_missing_wait_is_seen() -> None:
     broken = Plan(issues=issues, imports=plan.imports, exports=plan.exports)
     with pytest.raises(RaceError, match=r"F1\.send"):
         drive(RecordingLanes(), broken, {FORWARD_SIDE: fake_owner(0, programs[1])})
+
+
+@pytest.mark.parametrize(
+    ("slot", "value"),
+    [("R0.4.dispatch", "4.tokens'"), ("R0.4.combine", "4.expert_output'"), ("R0.3.combine", "3.expert_output'")],
+)
+def test_memory_of_a_replay_that_nobody_announces_is_seen(slot: str, value: str) -> None:
+    """B22, negative control: a replay's result is read on the other lane and goes back too early."""
+    plans, halves, programs = parts(uniform(1, Replay.HIDDEN), "multi_queue")
+    lanes, behind, ahead = RecordingLanes(), fake_owner(0, programs[3]), fake_owner(1, programs[1])
+    drive(lanes, plans.pair(halves[3], None), {FORWARD_SIDE: behind})
+    plan = plans.pair(halves[1], halves[3])
+    issues = tuple(replace(issue, foreign=()) if str(issue.slot) == slot else issue for issue in plan.issues)
+    with pytest.raises(RaceError, match=rf"{slot}, {value} @0: goes back to compute, which is not behind its use"):
+        drive(lanes, replace(plan, issues=issues), {FORWARD_SIDE: ahead, BACKWARD_SIDE: behind})
