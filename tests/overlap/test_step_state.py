@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,13 @@ from torch import Tensor, nn
 
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
-from overlap.ir import Program
+from overlap.engine import Engine, MicrobatchState
+from overlap.ir import Op, Program
+from overlap.lanes import NullLanes
+from overlap.lower import Issue
 from overlap.memory import measure_peak, predict_peak
 from overlap.reference import reference_step
-from overlap.step import train_step
+from overlap.step import forward_only, train_step
 from recompute import RecomputeConfig, state
 from tests.overlap.programs import differences, late_linear, result_of
 
@@ -93,3 +97,86 @@ def test_a_buffer_that_the_graph_saves(
 def test_the_copies_are_predicted(config: RecomputeConfig) -> None:
     build = lambda: scaled_chunk(recompute=config)  # noqa: E731
     assert predict_peak(build, fed(3)).bytes == measure_peak(build(), fed(3))
+
+
+class Spy(NullLanes):
+    """Stand-in lanes of several streams: whether they are joined."""
+
+    def __init__(self) -> None:
+        self.joined = True
+
+    def begin(self, issue: Issue, owner: Any) -> None:
+        """The issue's kernels may run from now on."""
+        self.joined = False
+
+    def finish(self) -> None:
+        """All have run."""
+        self.joined = True
+
+
+class Tripped(Exception):
+    """What the tests below raise."""
+
+
+class Trip:
+    """An observer that raises before the first backward slot of the last microbatch."""
+
+    def before(self, issue: Issue, owner: MicrobatchState) -> None:
+        if issue.slot.op is Op.BACKWARD and owner.number == 1:
+            raise Tripped
+
+    def after(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_state_is_put_back_when_the_lanes_are_joined(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before that, kernels of other lanes may still write to it. Forward alone puts it back always."""
+    lanes = Spy()
+    chunk = scaled_chunk(recompute=none(), lanes=lanes)
+    train_step(chunk, fed(2))
+    before = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    joined: list[bool] = []
+    put = state.put
+
+    def watched(*arguments: Any) -> None:
+        joined.append(lanes.joined)
+        put(*arguments)
+
+    monkeypatch.setattr(state, "put", watched)
+    if fails:
+        with pytest.raises(Tripped):
+            train_step(chunk, fed(2), observers=(Trip(),))
+    else:
+        forward_only(chunk, fed(2))
+    assert joined == [True] * 2
+    assert all(torch.equal(buffer, before[name]) for name, buffer in chunk.named_buffers())
+
+
+def test_a_gradient_that_cannot_be_returned_leaves_state_as_it_was() -> None:
+    """Feeds that share a graph: the caller's own backward fails at the second of them, when the slots are done."""
+    chunk, plain = scaled_chunk(), scaled_chunk()
+    for one in (chunk, plain):
+        train_step(one, fed(2))
+        one.zero_grad()
+    before = result_of(chunk)
+    whole = torch.exp(torch.ones(6, WIDTH, requires_grad=True))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        train_step(chunk, [{"x": x} for x in whole.split(3)])
+    chunk.zero_grad()
+    assert differences(before, result_of(chunk)) == []
+    for one in (chunk, plain):
+        train_step(one, fed(2))
+    assert differences(result_of(chunk), result_of(plain)) == []
+
+
+def test_leftovers_leave_state_as_it_was() -> None:
+    class Hoard(Engine):
+        def issue(self, issue: Issue, owner: MicrobatchState) -> None:
+            super().issue(replace(issue, frees=()), owner)
+
+    chunk = scaled_chunk()
+    before = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    with pytest.raises(RuntimeError, match="do not consume what they make"):
+        train_step(chunk, fed(1), engine_type=Hoard)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in chunk.named_buffers())
