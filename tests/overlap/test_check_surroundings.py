@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -21,15 +22,15 @@ from tests.overlap.programs import Own
 FEEDS = {"x": torch.ones(2, 3)}
 
 
-def chunk_of(forward: Callable[[Any, Tensor], Tensor]) -> ModelChunk:
+def chunk_of(forward: Callable[[Any, Tensor], Tensor], **declared: Any) -> ModelChunk:
     """A chunk whose stage `mine` reads what stage `embed` wrote."""
 
     def build(module: Any, b: ProgramBuilder) -> None:
         (h,) = b.compute("embed", lambda x: x * module.first, b.input("x"), outputs=("h",), parameters=(module.first,))
-        (y,) = b.compute("mine", lambda h: forward(module, h), h, outputs=("y",))
+        (y,) = b.compute("mine", lambda h: forward(module, h), h, outputs=("y",), **declared)
         b.loss(b.compute("head", lambda y: y.square().sum(), y, outputs=("loss",))[0])
 
-    return ModelChunk(Own(build, first=nn.Parameter(torch.ones(3))))
+    return ModelChunk(Own(build, first=nn.Parameter(torch.ones(3)), seen=torch.zeros(1)))
 
 
 def dropping(module: Any, h: Tensor) -> Tensor:
@@ -59,6 +60,37 @@ def test_modes_in_turn_are_checked_once_each(monkeypatch: pytest.MonkeyPatch) ->
     for mode in (True, False, True, True, False):
         train_step(chunk.train(mode), [FEEDS])
     assert modes == [True, False]
+
+
+OWN = torch.Generator().manual_seed(0)
+
+
+def counted(module: Any, h: Tensor) -> Tensor:
+    module.seen.add_(1)
+    result: Tensor = h * torch.rand(3) * module.seen
+    return result
+
+
+@pytest.mark.parametrize(
+    ("forward", "refused"),
+    [
+        (lambda m, h: h * torch.rand(3, generator=OWN), True),
+        (lambda m, h: h * random.random(), True),
+        (lambda m, h: h * torch.rand(3), False),
+        (lambda m, h: h * torch.rand(3, generator=torch.Generator().manual_seed(0)), False),
+        (counted, False),
+    ],
+)
+def test_what_a_stage_draws_is_decided_by_its_seed(forward: Callable[[Any, Tensor], Tensor], refused: bool) -> None:
+    """A replay would draw other numbers from a generator that nobody seeds."""
+    chunk = chunk_of(forward, draws_rng=True)
+    object.__setattr__(chunk.program.by_key[None, "mine"], "state", (chunk.get_buffer("module.seen"),))
+    state = torch.get_rng_state()
+    message = r"stage mine gives another 'y' when it runs again from the same seed"
+    with pytest.raises(ProgramError, match=message) if refused else nullcontext():
+        check_stages(chunk, FEEDS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(chunk.get_buffer("module.seen"), torch.zeros(1))
 
 
 def fed_to(forward: Callable[[Any, Tensor], Tensor]) -> ModelChunk:
