@@ -6,7 +6,7 @@ generators are afterwards as before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -18,18 +18,33 @@ from overlap.check_graph_only import check_graph_only
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
-from overlap.ir import Program, Stage
+from overlap.ir import Lane, Program, Stage
+from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
+from recompute.state import as_of, take
+
+Run = Callable[..., tuple[Any, ...]]
+"""run(stage, leaves, pinned=None) calls the stage's forward with a graph."""
 
 
 def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
     """Run each stage once and compare with its declaration.
 
+    In the precision of a step, and like a step without the caller's cache of casted weights, which would serve the
+    caller after an optimizer step. Stages get copies of what is fed.
+
     Raises:
         ProgramError: A stage reads a trainable parameter, changes a buffer or draws random numbers without declaring
-            it, writes other values than it declares, has an adjoint of wrong length or shape, or a graph_only that
-            leaves another graph; a loss is no scalar.
+            it, draws from a generator that no step seeds, changes what it reads, writes other values than it declares,
+            has an adjoint of wrong length or shape, or a graph_only that leaves another graph; a loss is no scalar.
     """
+    device_type = chunk.device.type
+    run = partial(_run, chunk, capture_precision(device_type))
+    with no_autocast(device_type):
+        _check_stages(chunk, feeds, run)
+
+
+def _check_stages(chunk: ModelChunk, feeds: Feeds, run: Run) -> None:
     program = chunk.program
     moving = [buffer for item in program.step_states for buffer in item.buffers]
     last = {value: stages[-1].key for value, stages in program.readers.items() if stages}
@@ -40,11 +55,15 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
     modules = [*chunk.module.named_modules()]
     generators = default_generators(chunk.device)
     states = [generator.get_state() for generator in generators]
+    # Kernels of a device may add in another order each time.
+    repeats = chunk.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
     try:
         for stage in program.stages:
-            inputs = [values[name] for name in stage.reads]
+            inputs = [_copy(values[name]) if name in feeds else values[name] for name in stage.reads]
+            versions = [_version(value) for value in inputs]
             before = {name: buffer._version for name, buffer in buffers.items()}
-            outputs = _run(chunk, stage, _new_leaves(stage, program, inputs))
+            outputs = run(stage, _new_leaves(stage, program, inputs))
+            _check_reads(stage, inputs, versions, [values[name] for name in stage.reads])
             _check_draws(stage, generators, states)
             for name, buffer in buffers.items():
                 changed = buffer._version != before[name] or not same_bits(buffer, saved[name])
@@ -62,9 +81,11 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))
             del outputs
             check_graph_only(
-                stage, partial(_new_leaves, stage, program, inputs), partial(_run, chunk),
+                stage, partial(_new_leaves, stage, program, inputs), run,
                 [values[name] for name in stage.writes], lambda output: [*_leaves(output)], same_bits,
             )  # fmt: skip
+            if repeats and stage.draws_rng and stage.lane is Lane.COMPUTE:
+                _check_again(stage, program, inputs, values, run, moving)
             _check_draws(stage, generators, states)
             del inputs
             # As in a step, a value dies with its last reader: the check must fit where the step fits.
@@ -95,10 +116,18 @@ def _new_leaves(stage: Stage, program: Program, inputs: Sequence[Any]) -> list[A
     ]
 
 
-def _run(chunk: ModelChunk, stage: Stage, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    keywords = {"pinned": None} if stage.pins else {}
+def _run(
+    chunk: ModelChunk,
+    precision: Precision | None,
+    stage: Stage,
+    leaves: Sequence[Any],
+    pinned: tuple[Any, ...] | None = None,
+) -> tuple[Any, ...]:
+    keywords = {"pinned": pinned} if stage.pins else {}
     with ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
+        if precision is not None:
+            stack.enter_context(precision())
         if stage.context is not None:
             stack.enter_context(stage.context())
         if stage.draws_rng:
@@ -127,10 +156,43 @@ def _check_kind(stage: Stage, name: str, output: Any) -> None:
         raise ProgramError(f"stage {stage.label} writes {name!r}, of type {what}, with a gradient: put it in nondiff=")
 
 
+def _copy(value: Any) -> Any:
+    return value.clone() if torch.is_tensor(value) and value.layout is torch.strided else value
+
+
+def _version(value: Any) -> int:
+    return value._version if torch.is_tensor(value) and not value.is_inference() else 0
+
+
+def _check_reads(stage: Stage, inputs: Sequence[Any], versions: Sequence[int], values: Sequence[Any]) -> None:
+    """What a stage reads is as it was; of what is fed, which it got as a copy, every bit."""
+    for name, given, version, value in zip(stage.reads, inputs, versions, values, strict=True):
+        if _version(given) != version or (given is not value and not same_bits(given, value)):
+            raise ProgramError(
+                f"stage {stage.label} changes {name!r}, which it reads, in place: change a copy, since its other "
+                "readers and a replay read it too (R5)"
+            )
+
+
 def _check_draws(stage: Stage, generators: Sequence[torch.Generator], states: Sequence[Tensor]) -> None:
     for generator, state in zip(generators, states, strict=True):
         if not torch.equal(generator.get_state(), state):
             raise ProgramError(f"stage {stage.label} draws random numbers: declare draws_rng=True (R4)")
+
+
+def _check_again(
+    stage: Stage, program: Program, inputs: Sequence[Any], values: Mapping[str, Any], run: Run, moving: Sequence[Tensor]
+) -> None:
+    """A stage that draws gives the same bits when it runs again, as in a replay: its seed decides all that it draws."""
+    buffers = [*stage.state, *moving]
+    with as_of(buffers, take(buffers)):
+        outputs = run(stage, _new_leaves(stage, program, inputs), tuple(values[name] for name in stage.pins))
+    for name, output in zip(stage.writes, outputs, strict=True):
+        if torch.is_tensor(output) and not same_bits(output, values[name]):
+            raise ProgramError(
+                f"stage {stage.label} gives another {name!r} when it runs again from the same seed: draw from torch's "
+                "default generators only (R4)"
+            )
 
 
 def _check_storage(stage: Stage, program: Program, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:

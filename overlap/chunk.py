@@ -122,15 +122,21 @@ class ModelChunk(nn.Module):
 
     @property
     def checked(self) -> bool:
-        """Whether the program ran through check_stages, with every parameter that trains now."""
-        return self._checked and not any(parameter.requires_grad for parameter in self._unseen)
+        """Whether the program ran through check_stages, in these train modes, with every parameter that trains now."""
+        return self._modes() in self._checked and not any(parameter.requires_grad for parameter in self._unseen)
 
     @checked.setter
     def checked(self, checked: bool) -> None:
         # A frozen parameter leaves no trace in the check: it counts as seen when it took part in one.
         unseen = self._unseen if checked else self.module.parameters()
-        self._checked: bool = checked
+        if not checked:
+            self._parts = tuple(self.module.modules())
+        self._checked: frozenset[tuple[bool, ...]] = self._checked | {self._modes()} if checked else frozenset()
         self._unseen: tuple[nn.Parameter, ...] = tuple(p for p in unseen if not (checked and p.requires_grad))
+
+    def _modes(self) -> tuple[bool, ...]:
+        """Train or eval, module by module: what does not draw in one may draw in the other."""
+        return tuple(part.training for part in self._parts)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As nn.Module's; parameters that `assign` puts in place of the old ones are bound to the program."""

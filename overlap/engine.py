@@ -151,7 +151,8 @@ class Engine:
         stage = issue.stage
         if issue.snapshots:
             owner.snapshots[stage.key] = state.take(stage.state)
-        outputs = self._forward(issue, owner, {"pinned": None} if stage.pins else {}, ())
+        contexts = (state.saving_copies(stage.state),) if stage.state and issue.records else ()
+        outputs = self._forward(issue, owner, {"pinned": None} if stage.pins else {}, contexts)
         for place, name in issue.collects:
             owner.outputs[name] = outputs[place]
         for effect in stage.effects:

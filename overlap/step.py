@@ -83,13 +83,14 @@ def train_step(
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _ in plans]
-    with engine_for(chunk, running, observers, engine_type, reduce=last) as engine, rollback(chunk.program) as before:
-        for plan, numbers in plans:
-            engine.run(plan, {side: states[number] for side, number in numbers.items()})
-    for owner, feeds in zip(states, microbatches, strict=True):
-        _return_gradients(chunk.program, owner, feeds)
-        if leftovers := owner.leftovers():
-            raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
+    with rollback(chunk.program) as before:
+        with engine_for(chunk, running, observers, engine_type, reduce=last) as engine:
+            for plan, numbers in plans:
+                engine.run(plan, {side: states[number] for side, number in numbers.items()})
+        for owner, feeds in zip(states, microbatches, strict=True):
+            _return_gradients(chunk.program, owner, feeds)
+            if leftovers := owner.leftovers():
+                raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
     apply_or_undo([(chunk, states)], before)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
@@ -131,8 +132,8 @@ def forward_only(
     states = [MicrobatchState(number, feeds, 1.0, first) for number, feeds in enumerate(microbatches)]
     running = [plan] * len(microbatches)
     with (
-        engine_for(chunk, running, observers, engine_type, reduce=False) as engine,
         rollback(chunk.program, always=True),
+        engine_for(chunk, running, observers, engine_type, reduce=False) as engine,
     ):
         for owner in states:
             engine.run(plan, {FORWARD_SIDE: owner})
@@ -349,7 +350,10 @@ def _abandon(chunks: Sequence[ModelChunk]) -> None:
 
 @contextmanager
 def rollback(program: Program, *, always: bool = False) -> Iterator[Sequence[Taken]]:
-    """Put in-place state back if the step fails (always: also if it does not); gives what it was."""
+    """Put in-place state back if the step fails (always: also if it does not); gives what it was.
+
+    Around the engine: state is put back when its lanes are joined, not while their kernels still write to it.
+    """
     changed = [*(stage.state for stage in program.stages), *(moving.buffers for moving in program.step_states)]
     buffers = [(live, state.take(live)) for live in changed if live]
     done = False

@@ -158,8 +158,11 @@ def _run(
             if layer.draws_rng:
                 seed = rng.stage_seed(draws.run_seed, draws.step, draws.microbatch, number, "layer")
                 stack.enter_context(rng.seeded(seed, rng.default_generators(hidden.device)))
-            if pins is not None and layer.state:
-                stack.enter_context(state.as_of(layer.state, snapshots[place]))
+            if layer.state:
+                as_first = pins is not None
+                stack.enter_context(
+                    state.as_of(layer.state, snapshots[place]) if as_first else state.saving_copies(layer.state)
+                )
             result = layer(hidden, None if pins is None else pins[place])
         hidden = result.hidden
         losses += result.losses

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from recompute.errors import RecomputeError
 
@@ -149,7 +150,18 @@ def _put_off(weight: Tensor, compute: Callable[..., Tensor], tensors: tuple[Tens
     # without their graph: a saved input's would keep the stage's own inputs alive until the W slot; a quantised tensor
     # comes as its parts, of which some are None
     detached = tuple(tensor.detach() if torch.is_tensor(tensor) else tensor for tensor in tensors)
-    _collectors[-1].pending.append(PendingGradient(weight, compute, detached, add))
+    _collectors[-1].pending.append(PendingGradient(_original(weight), compute, detached, add))
+
+
+def _original(weight: Tensor) -> Tensor:
+    """The weight itself: what a backward takes out of saved tensors, where hooks are set, is another object.
+
+    Its gradient, its hooks and whoever looks for the weight know the original only.
+    """
+    if isinstance(weight, nn.Parameter) or not (weight.is_leaf and weight.requires_grad):
+        return weight
+    original: Tensor = get_gradient_edge(weight).node.variable  # type: ignore[attr-defined]  # a leaf's node has it
+    return original
 
 
 @contextmanager
@@ -178,6 +190,7 @@ def weight_gradient(
     """
     if not weight.requires_grad:
         return None
+    weight = _original(weight)
     if puts_off(weight):
         _put_off(weight, compute, tensors, add)
         return None

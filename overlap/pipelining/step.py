@@ -56,9 +56,8 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not
-            the last, a number of microbatches that the schedule
-            does not take; ranks with different settings.
+        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not the last, a
+            number of microbatches that the schedule does not take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_pipeline_feeds(pipeline, microbatches)
@@ -75,7 +74,8 @@ def train_pipeline(
         stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
     joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
-    with joined, _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last) as before:
+    running = _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last)
+    with _rollback(pipeline, always=False) as before, joined, running:
         schedule.step(return_outputs=False)
     pipeline.accumulating = not last
     states = [stage.close_step() for stage in pipeline.stages]
@@ -105,9 +105,22 @@ def evaluate_pipeline(
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
         stage.open_step(microbatches, 1.0, [frozenset()] * len(microbatches))
-    with _running(pipeline, schedule, observers, engine_type, keep=False, reduce=False), torch.no_grad():
+    with (
+        _rollback(pipeline, always=True),
+        _running(pipeline, schedule, observers, engine_type, keep=False, reduce=False),
+        torch.no_grad(),
+    ):
         schedule.eval(return_outputs=False)
     return _merged([stage.close_step() for stage in pipeline.stages])
+
+
+@contextmanager
+def _rollback(pipeline: Pipeline, *, always: bool) -> Iterator[Sequence[Taken]]:
+    """Put in-place state of all stages back if the step fails (always: also if it does not); gives what it was."""
+    with ExitStack() as stack:
+        yield [
+            taken for chunk in pipeline.chunks for taken in stack.enter_context(rollback(chunk.program, always=always))
+        ]
 
 
 @contextmanager
@@ -119,30 +132,24 @@ def _running(
     *,
     keep: bool,
     reduce: bool,
-) -> Iterator[Sequence[Taken]]:
-    """An engine for the step, and nothing left of it if it fails; gives in-place state as it was before.
+) -> Iterator[None]:
+    """An engine for the step, and nothing left of it if it fails.
 
     Args:
         pipeline: This rank's share.
         schedule: What drives it.
         observers: Watch the step.
         engine_type: What runs the plans.
-        keep: Whether it trains: in-place state stays.
+        keep: Whether it trains.
         reduce: Whether gradients are reduced over the replicas.
     """
     done = False
-    with ExitStack() as stack:
-        lanes = ActingLanes(pipeline.first.lanes, Actions())
-        engine = stack.enter_context(engine_on(lanes, pipeline.chunks, observers, engine_type))
-        before = [
-            taken
-            for chunk in pipeline.chunks
-            for taken in stack.enter_context(rollback(chunk.program, always=not keep))
-        ]
+    lanes = ActingLanes(pipeline.first.lanes, Actions())
+    with engine_on(lanes, pipeline.chunks, observers, engine_type) as engine:
         try:
             planned = pipeline.planner.step(schedule.own_actions, training=keep, reduce=reduce)
             pipeline.executor.open_step(RunningStep(engine=engine, lanes=lanes, planned=planned))
-            yield before
+            yield
             for channel in pipeline.channels:
                 channel.finish()
             done = True

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from recompute import RecomputeError
 from recompute.wgrad import (
@@ -66,6 +67,25 @@ def test_with_a_collector_it_waits_and_has_the_same_bits() -> None:
     assert torch.equal(gradient, expected)
     assert collector.pending == []
     assert collector.drain() == []
+
+
+@pytest.mark.parametrize("parameter", [True, False])
+def test_a_weight_behind_saved_tensor_hooks_is_the_weight(parameter: bool) -> None:
+    """Hooks give backward another object: its uses would not be summed, nor would anyone know it."""
+    value = torch.randn(4, 4)
+    weight = nn.Parameter(value) if parameter else value.requires_grad_()
+    x = torch.randn(2, 4, requires_grad=True)
+    product(product(x, weight), weight).sum().backward()
+    expected, weight.grad = weight.grad, None
+    collector = WeightGradients()
+    with saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor):
+        result = product(product(x, weight), weight).sum()
+    with collect_weight_gradients(collector):
+        result.backward()
+    assert [item.weight is weight for item in collector.pending] == [True, True]
+    ((_, gradient),) = collector.drain()
+    assert expected is not None
+    assert torch.equal(gradient, expected)
 
 
 def test_what_waits_keeps_no_graph_alive() -> None:
