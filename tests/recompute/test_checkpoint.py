@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute import ConfigError, RecomputeConfig, Replay
+from recompute import ConfigError, RecomputeConfig, RecomputeError, Replay, rng
 from recompute.checkpoint import Draws, LayerResult, PlainLayer, Replayable, checkpoint_layers
 from recompute.rng import default_generators, seeded, stage_seed
 
@@ -99,7 +99,7 @@ def with_rule(rule: RecomputeConfig, **settings: Any) -> Callable[[list[Block], 
             PlainLayer(module=block, draws_rng=settings.get("draws_rng", False), state=tuple(block.buffers()))
             for block in blocks
         ]
-        return checkpoint_layers(layers, x, rule, draws=settings.get("draws", Draws()))[0]
+        return checkpoint_layers(layers, x, rule, draws=settings.get("draws"))[0]
 
     return run
 
@@ -157,10 +157,55 @@ def test_two_microbatches_in_flight_draw_their_own() -> None:
 
 
 def test_a_layer_that_draws_and_does_not_say_so() -> None:
-    """Row 1: negative control of determinism: the replay draws anew and gradients differ."""
+    """Row 1: refused where it would be replayed: the replay would draw anew, and gradients be of two masks."""
+    expected, before = run_blocks(lambda blocks, x: nn.Sequential(*blocks)(x), dropout=0.3)
+    found, after = run_blocks(with_rule(NONE), dropout=0.3)
+    assert same(expected, found)
+    assert torch.equal(before, after), "live draws, where nothing is replayed"
+    for rule, number in ((RecomputeConfig.uniform(1), 0), (RecomputeConfig.block(3), 0)):
+        with pytest.raises(RecomputeError, match=f"layer {number} drew random numbers, .*: set its draws_rng"):
+            run_blocks(with_rule(rule), dropout=0.3)
+
+
+def test_without_the_check_undeclared_draws_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1: negative control of determinism: what the refusal above prevents."""
+    monkeypatch.setattr(rng, "positions", lambda generators: ())
     expected, _ = run_blocks(with_rule(NONE), dropout=0.3)
     found, _ = run_blocks(with_rule(RecomputeConfig.uniform(1)), dropout=0.3)
     assert not same(expected, found)
+
+
+@pytest.mark.parametrize("rule", [NONE, *RULES], ids=str)
+def test_layers_that_draw_need_draws(rule: RecomputeConfig) -> None:
+    """Row 1: defaults would be the same mask in every call, whatever the step and the generators."""
+    layers = [PlainLayer(module=nn.Identity()), PlainLayer(module=nn.Dropout(0.5), draws_rng=True)]
+    with pytest.raises(ConfigError, match=r"draws=None: layer 1 draws: give Draws\(run_seed=, step=, microbatch=\)"):
+        checkpoint_layers(layers, torch.ones(1, 16), rule)
+    masks = [checkpoint_layers(layers, torch.ones(1, 16), rule, draws=Draws(step=n))[0] for n in (0, 1, 0)]
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_gradients_of_some_tensors_are_refused(rule: RecomputeConfig) -> None:
+    """The replay's backward fills `.grad`; as torch's reentrant checkpoint, it says so and leaves `.grad` alone."""
+    for trains in (True, False):
+        blocks = [Block().requires_grad_(trains) for _ in range(LAYERS)]
+        x = torch.randn(6, WIDTH, requires_grad=True)
+
+        def loss(config: RecomputeConfig, blocks: list[Block] = blocks, x: Tensor = x) -> Tensor:
+            return checkpoint_layers([PlainLayer(module=b) for b in blocks], x, config)[0].square().sum()
+
+        (expected,) = torch.autograd.grad(loss(NONE), x)
+        if trains:
+            with pytest.raises(RecomputeError, match=r"torch.autograd.grad\(\) and backward\(inputs=...\) do not go"):
+                torch.autograd.grad(loss(rule), x)
+            with pytest.raises(RecomputeError, match="do not go with recomputed layers"):
+                loss(rule).backward(inputs=[x])
+        else:
+            assert torch.equal(torch.autograd.grad(loss(rule), x)[0], expected), "there is nothing to fill"
+        assert x.grad is None
+        assert all(gradient is None for gradient in gradients_of(blocks).values())
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
