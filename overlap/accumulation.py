@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
+from overlap.scale import check_scale
 from recompute.errors import ConfigError
 
 
@@ -45,8 +46,11 @@ def next_call(
         total_tokens: As the call gets them.
 
     Raises:
-        ConfigError: Names the argument that would scale these losses otherwise than those before; or see LossScale.
+        ConfigError: Names the argument that would scale these losses otherwise than those before, or a loss scale that
+            is not for the model's losses; or see LossScale.
     """
+    for chunk in chunks:
+        check_scale(chunk.module, chunk.loss_scale)
     scale = chunks[0].loss_scale.factor(microbatches, accumulate, total_tokens)
     call = Call(microbatches=len(microbatches), accumulate=accumulate, total_tokens=total_tokens, scale=scale)
     before = _begun.get(model)
