@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from overlap import ModelChunk, reference_step, train_step
 from overlap.contiguous import contiguous_step
 from overlap.model import Decoder, ModelConfig
+from overlap.parallel.scale import PerTokenOfRanks
+from overlap.parallel.world import SOLO
 from overlap.scale import PerMicrobatch, PerToken, check_scale
 from recompute import ConfigError
 
@@ -92,8 +94,19 @@ class Says:
         return 1.0
 
 
-@pytest.mark.parametrize("scale", [PerMicrobatch(), PerToken(), Says(False), Says(True)], ids=repr)
-def test_a_scale_for_other_losses_is_refused(scale: Any) -> None:
+@pytest.mark.parametrize(
+    ("scale", "per_token"),
+    [
+        (PerMicrobatch(), False),
+        (PerToken(), True),
+        (PerTokenOfRanks(SOLO), True),
+        (Says(False), False),
+        (Says(True), True),
+    ],
+    ids=repr,
+)
+def test_a_scale_for_other_losses_is_refused(scale: Any, per_token: bool) -> None:
+    assert scale.per_token == per_token
     check_scale(Says(scale.per_token), scale)
     with pytest.raises(ConfigError, match=re.escape(f"loss_scale={scale!r}: the model's losses are ")) as raised:
         check_scale(Says(not scale.per_token), scale)
