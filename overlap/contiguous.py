@@ -18,6 +18,7 @@ from overlap.errors import ProgramError
 from overlap.ir import Effect, Program, Stage
 from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
+from overlap.scale import check_scale
 from overlap.step import Losses, apply_effects, check_feeds
 from recompute.checkpoint import LayerResult, check_contiguous, checkpoint_layers
 from recompute.config import RecomputeConfig, Replay
@@ -30,12 +31,14 @@ def contiguous_step(
     """Forward and backward of all microbatches; arguments and results as train_step's.
 
     Raises:
-        ConfigError: A config names modules, or keeps segment inputs elsewhere.
+        ConfigError: A config names modules, or keeps segment inputs elsewhere; a loss scale that is not for the model's
+            losses.
         ProgramError: A layer reads more than its input, or the stages after the layers do.
     """
     check_feeds(chunk.program, microbatches)
     for config in chunk.configs(len(microbatches)):
         check_contiguous(config)
+    check_scale(chunk.module, chunk.loss_scale)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
     first = chunk.first_draw(len(microbatches))

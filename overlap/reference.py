@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from overlap.accumulation import begin_call, end_call, next_call
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
@@ -35,16 +36,18 @@ def reference_step(
     """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
     check_feeds(chunk.program, microbatches)
     check_accumulate(accumulate, last)
-    scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
+    call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
     states = []
+    begin_call(chunk)
     with no_autocast(chunk.device.type), chunk.parallel.whole():
         for number, feeds in enumerate(microbatches):
-            owner = MicrobatchState(number, feeds, scale, chunk.first_draw(len(microbatches)))
+            owner = MicrobatchState(number, feeds, call.scale, chunk.first_draw(len(microbatches)))
             _microbatch(chunk, owner, precision)
             states.append(owner)
             chunk.parallel.after_microbatch(chunk.program, last=last and number == len(microbatches) - 1)
     apply_effects(chunk.program, states)
+    end_call(chunk, call, last=last)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]

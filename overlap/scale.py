@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from recompute.config import check_count
 from recompute.errors import ConfigError
 
 
 class LossScale(Protocol):
-    """Gives a step's factor on the loss gradients."""
+    """Gives a step's factor on the loss gradients. One that also says `per_token` is checked against the model."""
 
     def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
         """The factor.
@@ -26,9 +26,45 @@ class LossScale(Protocol):
         """
 
 
+@runtime_checkable
+class ScalesSums(Protocol):
+    """A loss scale that says what it is for."""
+
+    @property
+    def per_token(self) -> bool:
+        """Whether it takes losses that are sums over tokens; or means."""
+
+
+@runtime_checkable
+class GivesSums(Protocol):
+    """A model that says what its losses are."""
+
+    @property
+    def per_token_loss(self) -> bool:
+        """Whether they are sums over tokens; or means."""
+
+
+def check_scale(model: object, scale: LossScale) -> None:
+    """Refuse a loss scale that is for the other kind of losses than the model's, as far as both say theirs.
+
+    Raises:
+        ConfigError: Names the scale.
+    """
+    if not isinstance(model, GivesSums) or not isinstance(scale, ScalesSums):
+        return
+    if scale.per_token and not model.per_token_loss:
+        rule = "the model's losses are means (per_token_loss=False): take PerMicrobatch"
+        raise ConfigError(field="loss_scale", value=scale, rule=rule)
+    if model.per_token_loss and not scale.per_token:
+        rule = "the model's losses are sums over tokens (per_token_loss=True): take PerToken"
+        raise ConfigError(field="loss_scale", value=scale, rule=rule)
+
+
 @dataclass(frozen=True, slots=True)
 class PerMicrobatch:
     """Each microbatch's loss is a mean; the step's is the mean over all microbatches."""
+
+    per_token: ClassVar[bool] = False
 
     def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
         """One over the microbatches of all calls."""
@@ -42,6 +78,7 @@ class PerMicrobatch:
 class PerToken:
     """Each microbatch's loss is a sum over tokens; the step's is the mean over all tokens."""
 
+    per_token: ClassVar[bool] = True
     labels: str = "labels"
     """Name of the feed that holds the labels."""
     ignore_index: int = -100
@@ -64,5 +101,6 @@ class PerToken:
             if any(self.labels not in mb for mb in microbatches):
                 rule = f"must name a feed that holds the labels: one of {sorted(microbatches[0])}"
                 raise ConfigError(field="labels", value=self.labels, rule=rule)
-            total_tokens = sum(int((mb[self.labels] != self.ignore_index).sum()) for mb in microbatches)
+            # Added where the labels are: a look at each count would wait for the device once per microbatch.
+            total_tokens = int(sum((mb[self.labels] != self.ignore_index).sum() for mb in microbatches))
         return check_count("total_tokens", total_tokens, at_least=0)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from overlap.accumulation import begin_call, end_call, next_call
 from overlap.check import check_stages
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
@@ -52,7 +53,7 @@ def train_step(
     Args:
         chunk: The model and its settings.
         microbatches: At least one; each feeds every input of the program.
-        accumulate: train_step calls per optimizer step; losses are scaled by one over all their microbatches.
+        accumulate: Calls per optimizer step, of as many microbatches each; losses are scaled by one over all of them.
         last: Whether this is the last of these calls: gradients are then reduced over the ranks.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
         observers: Watch the step.
@@ -62,9 +63,7 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: No microbatch, a feed that is missing or unknown or requires grad undeclared, a bad `accumulate`,
-            a single call that is not the last, float16 autocast; ranks with different settings (found before the
-            first step).
+        ConfigError: Bad feeds, `accumulate`, `last`, autocast; another scale than in calls before; ranks that differ.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_feeds(chunk.program, microbatches, trains=torch.is_grad_enabled())
@@ -72,7 +71,7 @@ def train_step(
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
     check_precision(chunk.device)
-    scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
+    call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
     if not chunk.checked:
         agree_on_step(chunk, len(microbatches))
@@ -80,9 +79,10 @@ def train_step(
             check_stages(chunk, microbatches[0])
         chunk.checked = True
     kept = replayed_feeds(chunk, len(microbatches))
-    first = chunk.first_draw(len(microbatches))
+    first, scale = chunk.first_draw(len(microbatches)), call.scale
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _ in plans]
+    begin_call(chunk)
     with rollback(chunk.program) as before:
         with engine_for(chunk, running, observers, engine_type, reduce=last) as engine:
             for plan, numbers in plans:
@@ -92,6 +92,7 @@ def train_step(
             if leftovers := owner.leftovers():
                 raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
     apply_or_undo([(chunk, states)], before)
+    end_call(chunk, call, last=last)
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]

@@ -7,6 +7,7 @@ after every stage.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -145,6 +146,24 @@ def _restorer(generator: torch.Generator) -> Callable[[], object]:
 def _put_counter(generator: torch.Generator, seed: int, offset: int) -> None:
     generator.manual_seed(seed)
     generator.set_offset(offset)
+
+
+def positions(generators: Sequence[torch.Generator]) -> tuple[object, ...]:
+    """Where generators stand: tuples that differ once one of them has drawn. Waits for no device.
+
+    A CUDA generator cannot be asked while a CUDA graph is recorded, and counts as standing still.
+    """
+    return tuple(_position(generator) for generator in generators)
+
+
+def _position(generator: torch.Generator) -> object:
+    if generator.device.type != "cuda":
+        # As bytes from memory: an operator on the tensor would run under whatever mode is active.
+        state = generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.nbytes)
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return generator.initial_seed(), generator.get_offset()
 
 
 def default_generators(device: torch.device) -> tuple[torch.Generator, ...]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from recompute.errors import RecomputeError
+from recompute.grad_nodes import node_is_held, run_node
 
 Add = Callable[..., None]
 """add(into, *tensors) adds a weight's gradient to `into`, rounding as `into += compute(*tensors)` would."""
@@ -70,6 +71,10 @@ def _add_in_place(uses: list[PendingGradient]) -> bool:
         use = uses.pop(0)
         if use.add is not None and weight.grad is not None:
             use.add(weight.grad, *use.tensors)
+    if weight not in _held:
+        _held[weight] = node_is_held(weight)
+    if _held[weight]:
+        run_node(weight)
     return True
 
 
@@ -87,6 +92,8 @@ _left_out = 0
 """How many `weights_left_out()` are open."""
 _in_place = 0
 """How many `adding_in_place()` are open."""
+_held: dict[Tensor, bool] = {}
+"""Whose AccumulateGrad nodes somebody holds, looked up once per weight while `adding_in_place()` is open."""
 
 
 @contextmanager
@@ -94,7 +101,8 @@ def adding_in_place() -> Iterator[None]:
     """Let the backward run inside add large weight gradients to `.grad` piece by piece.
 
     For whoever knows that backward accumulates into `.grad`; `torch.autograd.grad` would find no gradient. A weight
-    with hooks, or without a `.grad`, gets its gradient whole, from autograd.
+    with hooks, or without a `.grad`, gets its gradient whole, from autograd. Hooks of its AccumulateGrad node are
+    called when all is added; those registered after the block's first use of the weight, from the next block on.
     """
     global _in_place
     _in_place += 1
@@ -102,6 +110,8 @@ def adding_in_place() -> Iterator[None]:
         yield
     finally:
         _in_place -= 1
+        if not _in_place:
+            _held.clear()
 
 
 def _adds_in_place(weight: Tensor) -> bool:

@@ -93,7 +93,12 @@ class Decoder(nn.Module):
 
     @property
     def _late(self) -> nn.Parameter:
-        return self.get_parameter(self.late_name)
+        return cast("nn.Parameter", getattr(self, self.late_name))
+
+    @property
+    def per_token_loss(self) -> bool:
+        """Whether the losses are sums over tokens; or means."""
+        return self.config.per_token_loss
 
     @property
     def feed_names(self) -> tuple[str, ...]:

@@ -29,6 +29,8 @@ def check_feeds(config: ModelConfig, feeds: Mapping[str, Any]) -> None:
     ids = feeds["ids"]
     if not torch.is_tensor(ids) or ids.dim() != 2 or ids.dtype is not torch.int64:
         raise ConfigError(field="ids", value=_kind(ids), rule="must be int64 of shape [rows, positions]")
+    if ids.numel() == 0:
+        raise ConfigError(field="ids", value=_kind(ids), rule="must hold at least one row and one position")
     length = ids.shape[1]
     if length > config.max_seq:
         rule = f"must be at least the sequence length ({length})"

@@ -15,6 +15,7 @@ from torch.func import functional_call
 
 from overlap.builder import ProgramBuilder, Value
 from overlap.model.in_place import ChangesInPlace
+from recompute.errors import ConfigError
 
 
 class Bound(NamedTuple):
@@ -34,10 +35,17 @@ class Weights:
         b: The program's builder.
         shared: These parameters, by name.
         owner: The module that they are registered in, where a step finds what stands in their place.
+
+    Raises:
+        ConfigError: One is computed from others and not registered.
     """
 
     def __init__(self, b: ProgramBuilder, shared: Mapping[str, nn.Parameter], owner: nn.Module) -> None:
         paths = {id(parameter): path for path, parameter in owner.named_parameters()}
+        for name, parameter in shared.items():
+            if id(parameter) not in paths:
+                rule = "several stages read it as a value, so it must be a parameter: no parametrisation goes with it"
+                raise ConfigError(field=name, value=type(parameter).__name__, rule=rule)
         self._values = {
             id(parameter): b.parameter(name, parameter, partial(owner.get_parameter, paths[id(parameter)]))
             for name, parameter in shared.items()

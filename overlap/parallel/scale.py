@@ -23,6 +23,8 @@ class PerTokenOfRanks:
         own: How a rank counts its own tokens.
     """
 
+    per_token = True
+
     def __init__(self, world: World, own: PerToken = PerToken()) -> None:  # noqa: B008 (frozen)
         self._world = world
         self._own = own

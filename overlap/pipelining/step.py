@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 
+from overlap.accumulation import begin_call, end_call, next_call
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.agree import agree, compare_collectives, gather
@@ -45,7 +46,7 @@ def train_pipeline(
     Args:
         pipeline: This rank's share.
         microbatches: Feeds of the whole model, the same on all ranks of the pipeline.
-        accumulate: Calls per optimizer step; losses are scaled by one over all their microbatches.
+        accumulate: Calls per optimizer step, of as many microbatches each; losses are scaled by one over all of them.
         last: Whether this is the last of these calls: gradients are then reduced over the replicas, and the two copies
             of an embedding that the ends share get the sum of theirs.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
@@ -56,8 +57,9 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not the last, a
-            number of microbatches that the schedule does not take; ranks with different settings.
+        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not the last,
+            losses scaled otherwise than in the calls before it, a number of microbatches that the schedule does not
+            take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     check_pipeline_feeds(pipeline, microbatches)
@@ -68,10 +70,11 @@ def train_pipeline(
     agree_on_pipeline(pipeline, len(microbatches))
     for stage in pipeline.stages:
         stage.check(microbatches[0], pipeline.dtype)
-    scale = pipeline.first.loss_scale.factor(microbatches, accumulate, total_tokens)
+    call = next_call(pipeline, pipeline.chunks, microbatches, accumulate, total_tokens)
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
-        stage.open_step(microbatches, scale, replayed_feeds(stage.chunk, len(microbatches)))
+        stage.open_step(microbatches, call.scale, replayed_feeds(stage.chunk, len(microbatches)))
+    begin_call(pipeline)
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
     joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
     running = _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last)
@@ -80,6 +83,7 @@ def train_pipeline(
     pipeline.accumulating = not last
     states = [stage.close_step() for stage in pipeline.stages]
     apply_or_undo(list(zip(pipeline.chunks, states, strict=True)), before)
+    end_call(pipeline, call, last=last)
     for chunk in pipeline.chunks:
         chunk.steps_done += 1
     compare_collectives(pipeline.first.world)

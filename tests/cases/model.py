@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from overlap import ModelChunk, Op, reference_step, train_step
+from overlap import ModelChunk, Op, PerMicrobatch, PerToken, reference_step, train_step
 from overlap.engine import Engine, Feeds, MicrobatchState
 from overlap.lower import Issue
 from overlap.model import Decoder, ModelConfig, Routed, Router
@@ -51,7 +51,9 @@ def make_chunk(
     **changes: Any,
 ) -> ModelChunk:
     """M0 with changes, as a chunk."""
-    return ModelChunk(Decoder(m0(**changes)), recompute=recompute, order=order, delay_wgrad=delay_wgrad)
+    model = Decoder(m0(**changes))
+    scale = PerToken() if model.per_token_loss else PerMicrobatch()
+    return ModelChunk(model, recompute=recompute, order=order, delay_wgrad=delay_wgrad, loss_scale=scale)
 
 
 def make_feeds(count: int, seed: int = 0) -> list[Feeds]:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional as F
 
 from overlap import ModelChunk, Op, PerToken, reference_step, train_step
@@ -65,6 +66,23 @@ def test_hooks_fire_once_per_microbatch(rule: RecomputeConfig, delay_wgrad: bool
     assert late
     assert {where[name] for name in late} == {Op.WGRAD if delay_wgrad else Op.BACKWARD}
     assert {op for name, op in where.items() if "norm" in name or "router" in name} == {Op.BACKWARD}
+
+
+@pytest.mark.parametrize("delay_wgrad", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+def test_hooks_of_accumulate_nodes_fire_once_per_microbatch(delay_wgrad: bool, tied: bool) -> None:
+    """Row 55: the hooks of torch's data parallelism and of bucketed reducers, in every step; EQ."""
+    chunk, feeds = make_chunk(U(1), delay_wgrad=delay_wgrad, tied=tied), make_feeds(4)
+    fired: Counter[str] = Counter()
+    nodes = []
+    for name, parameter in chunk.module.named_parameters():
+        node: Any = get_gradient_edge(parameter).node
+        node.register_hook(lambda *_, name=name: fired.update([name]))
+        nodes.append(node)
+    for step in (1, 2):
+        train_step(chunk, feeds)
+        assert fired == Counter({name: step * len(feeds) for name, _ in chunk.module.named_parameters()})
+    assert_equals_reference(chunk, feeds)
 
 
 def test_gradient_seen_by_the_last_hook_is_the_sum() -> None:

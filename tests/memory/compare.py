@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from overlap.memory import Bin, MemoryRecorder, StorageTracker, Usage, gaps_of, 
 from overlap.memory.oracle import allocator_peak
 from overlap.memory.tracker import tensors_of
 from overlap.model import Decoder, ModelConfig
+from overlap.scale import PerMicrobatch, PerToken
 from overlap.step import train_step
 from recompute import RecomputeConfig
 
@@ -29,7 +31,9 @@ def decoder(
 ) -> ModelChunk:
     """A small decoder; `config` are fields of ModelConfig."""
     shape = ModelConfig(vocab=VOCAB, **{"layers": 3, "hidden": 16, "kv_rank": 8, **config})
-    return ModelChunk(Decoder(shape), recompute=recompute, order=order, delay_wgrad=delay_wgrad, lead=lead)
+    scale = PerToken() if shape.per_token_loss else PerMicrobatch()
+    settings: dict[str, Any] = {"order": order, "delay_wgrad": delay_wgrad, "lead": lead, "loss_scale": scale}
+    return ModelChunk(Decoder(shape), recompute=recompute, **settings)
 
 
 def tokens(microbatches: int, batch: int = 2, seq: int = 6) -> list[Feeds]:

@@ -130,6 +130,7 @@ def cases(draw: st.DrawFn) -> dict[str, object]:
 
 
 @settings(max_examples=3)
+@example(case={"recompute": uniform(1), "layers": 1, "per_token_loss": True, "sizes": [(2, 6)] * 2})
 @example(case={"recompute": uniform(1), "layers": 2, "tied": True, "dtype": "float64", "sizes": [(2, 6)] * 2})
 @example(case={"recompute": [none, block(1)], "layers": 2, "dtype": "bfloat16", "sizes": [(1, 4), (3, 6)]})
 @given(case=cases())

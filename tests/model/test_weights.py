@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization
 
 from overlap.builder import ProgramBuilder
+from overlap.chunk import ModelChunk
+from overlap.model import Decoder, ModelConfig
 from overlap.model.weights import Weights
+from recompute.errors import ConfigError
 
 
 def double(x: Tensor, module: nn.Linear) -> Tensor:
@@ -56,3 +62,26 @@ def test_without_shared_parameters_the_function_is_called_directly() -> None:
     bound = Weights(b, {}, module).bind(module, (b.input("x"),), (module,))
     assert bound.forward is module
     assert bound.parameters == (module.weight, module.bias)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "field"),
+    [
+        ({"tied": True}, "", "embedding"),
+        ({"mtp": 1}, "", "embedding"),
+        ({"mtp": 1}, "head.norm", "final_norm"),
+    ],
+)
+def test_a_shared_parameter_with_a_parametrisation_is_refused(settings: dict[str, Any], path: str, field: str) -> None:
+    """R3: what is computed anew wherever it is read has no gradient that the readers could share."""
+    model = Decoder(ModelConfig(**settings))
+    ModelChunk(model)
+    register_parametrization(model.get_submodule(path), "weight" if path else "embedding", Doubled())
+    with pytest.raises(ConfigError, match=f"{field}='Tensor': several stages read it as a value") as raised:
+        ModelChunk(model)
+    assert raised.value.field == field

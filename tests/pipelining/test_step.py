@@ -133,6 +133,17 @@ def test_calls_accumulate_as_one() -> None:
         assert different(pipeline, reference, found, expected) == []
 
 
+def test_calls_of_unequal_lengths_are_refused() -> None:
+    """Row 57: before anything runs, and the calls can go on with as many as before."""
+    config = small(layers=2)
+    pipeline, feeds = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform()), batch(config, 3)
+    train_pipeline(pipeline, feeds, 2, last=False)
+    with pytest.raises(ConfigError, match=r"microbatches=2: the calls before had 3"):
+        train_pipeline(pipeline, feeds[:2], 2)
+    train_pipeline(pipeline, feeds, 2)
+    train_pipeline(pipeline, feeds[:2])
+
+
 def test_evaluation_between_steps_leaves_nothing() -> None:
     """Row 64: evaluations in a row, between training steps, retain and count nothing and give the plain losses."""
     config = small(layers=2, mtp=1, dropout=0.0)

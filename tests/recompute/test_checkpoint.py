@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from recompute import ConfigError, RecomputeConfig, Replay
+from recompute import ConfigError, RecomputeConfig, RecomputeError, Replay, rng
 from recompute.checkpoint import Draws, LayerResult, PlainLayer, Replayable, checkpoint_layers
 from recompute.rng import default_generators, seeded, stage_seed
 
@@ -99,7 +99,7 @@ def with_rule(rule: RecomputeConfig, **settings: Any) -> Callable[[list[Block], 
             PlainLayer(module=block, draws_rng=settings.get("draws_rng", False), state=tuple(block.buffers()))
             for block in blocks
         ]
-        return checkpoint_layers(layers, x, rule, draws=settings.get("draws", Draws()))[0]
+        return checkpoint_layers(layers, x, rule, draws=settings.get("draws"))[0]
 
     return run
 
@@ -157,7 +157,19 @@ def test_two_microbatches_in_flight_draw_their_own() -> None:
 
 
 def test_a_layer_that_draws_and_does_not_say_so() -> None:
-    """Row 1: negative control of determinism: the replay draws anew and gradients differ."""
+    """Row 1: refused where it would be replayed: the replay would draw anew, and gradients be of two masks."""
+    expected, before = run_blocks(lambda blocks, x: nn.Sequential(*blocks)(x), dropout=0.3)
+    found, after = run_blocks(with_rule(NONE), dropout=0.3)
+    assert same(expected, found)
+    assert torch.equal(before, after), "live draws, where nothing is replayed"
+    for rule, number in ((RecomputeConfig.uniform(1), 0), (RecomputeConfig.block(3), 0)):
+        with pytest.raises(RecomputeError, match=f"layer {number} drew random numbers, .*: set its draws_rng"):
+            run_blocks(with_rule(rule), dropout=0.3)
+
+
+def test_without_the_check_undeclared_draws_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 1: negative control of determinism: what the refusal above prevents."""
+    monkeypatch.setattr(rng, "positions", lambda generators: ())
     expected, _ = run_blocks(with_rule(NONE), dropout=0.3)
     found, _ = run_blocks(with_rule(RecomputeConfig.uniform(1)), dropout=0.3)
     assert not same(expected, found)

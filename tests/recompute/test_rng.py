@@ -12,8 +12,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from recompute.rng import SeedAt, default_generators, draws_inside, is_recorded, recorded_by, seeded, stage_seed
+from recompute.rng import (
+    SeedAt,
+    default_generators,
+    draws_inside,
+    is_recorded,
+    positions,
+    recorded_by,
+    seeded,
+    stage_seed,
+)
 
 CPU = default_generators(torch.device("cpu"))
 counts = st.integers(0, 10_000)
@@ -193,3 +203,18 @@ def test_what_is_recorded_is_known() -> None:
     with recorded_by(Notes()):
         assert is_recorded()
     assert not is_recorded()
+
+
+def test_positions_differ_after_a_draw() -> None:
+    """Of the default generator and of one's own; under a mode that would fake the comparison too."""
+    own = torch.Generator()
+    generators = (*CPU, own)
+    before = positions(generators)
+    assert positions(generators) == before
+    with seeded(3, generators):
+        torch.rand(1)
+        assert positions(generators)[0] != before[0]
+        torch.rand(1, generator=own)
+        assert positions(generators)[1] != before[1]
+    with FakeTensorMode():
+        assert positions(generators) == before
