@@ -6,11 +6,11 @@ Program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overlap.ir import Program
 from overlap.lanes import Lanes, NullLanes
@@ -18,12 +18,15 @@ from overlap.orders import Order, get_order
 from overlap.parallel.data import Alone, DataParallel
 from overlap.parallel.world import SOLO, World
 from overlap.plan import Planner, segments_of
+from overlap.registered import Registered
 from overlap.scale import LossScale, PerMicrobatch
 from overlap.selective import check_modules
 from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.keep import HOST_ONLY, Sharded, Stores
 
+_BOUND = frozenset({"program", "planner", "parameter_names", "_checked", "_unseen", "_registered"})
+"""What is bound to this very module."""
 _FIXED = frozenset({"module", "order", "delay_wgrad", "lead"})
 """What a chunk's program and plans are made from, once."""
 
@@ -73,9 +76,6 @@ class ModelChunk(nn.Module):
         world: World = SOLO,
     ) -> None:
         super().__init__()
-        if any(p.dtype is torch.float16 for p in module.parameters()):
-            rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
-            raise ConfigError(field="dtype", value=torch.float16, rule=rule)
         configs = (recompute,) if isinstance(recompute, RecomputeConfig) else tuple(recompute)
         if not all(isinstance(config, RecomputeConfig) for config in configs):
             rule = "must be a RecomputeConfig, or one per microbatch"
@@ -103,11 +103,34 @@ class ModelChunk(nn.Module):
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
-        self.program: Program = cast(HasProgram, self.module).program()
-        self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad, lead=self.lead)
+        _check_dtypes(self.module)
+        self.parallel.bound()
+        program = cast(HasProgram, self.module).program()
+        self.planner = Planner(program, self.order, delayed=self.delay_wgrad, lead=self.lead)
+        self.program: Program = program
         self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         """Of the parameters that the program's stages declare, by id; a sharded module registers others for a while."""
         self.checked = False
+        self._registered = Registered.of(self.module)
+
+    def bind_replaced(self) -> None:
+        """Bind to the module anew if it holds other parameters, buffers or parts, or other types; steps begin with it.
+
+        Raises:
+            ConfigError: float16 parameters; sharded ones of another type than when they were sharded.
+        """
+        if not self._registered.still():
+            self._bind()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What to(), double() and their like do; buffers, and on some devices parameters, are other objects then.
+
+        Raises:
+            ConfigError: float16 parameters, or sharded ones; steps are refused until they have another type.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._bind()
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse to change what was read when the chunk was made.
@@ -208,11 +231,22 @@ class ModelChunk(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is bound to this very module."""
-        return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "parameter_names", "checked"}}
+        return {k: v for k, v in self.__dict__.items() if k not in _BOUND}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    """Refuse parameters that train_step does not train well.
+
+    Raises:
+        ConfigError: float16.
+    """
+    if any(p.dtype is torch.float16 for p in module.parameters()):
+        rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
+        raise ConfigError(field="dtype", value=torch.float16, rule=rule)
 
 
 def _check_shards(configs: Sequence[RecomputeConfig], shards: Sharded | None) -> None:

@@ -33,6 +33,7 @@ def reference_step(
     total_tokens: int | None = None,
 ) -> list[Losses]:
     """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     check_accumulate(accumulate, last)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)

@@ -65,6 +65,7 @@ def train_step(
             the last, float16 autocast; ranks with different settings (found before the first step).
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
@@ -123,6 +124,7 @@ def forward_only(
     Returns:
         Each microbatch's losses and outputs.
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     plan = chunk.planner.forward_plan()
     first = chunk.first_draw(len(microbatches))
