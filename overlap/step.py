@@ -62,7 +62,9 @@ def train_step(
 
     Raises:
         ConfigError: No microbatch, a feed that is missing or unknown, a bad `accumulate`, a single call that is not
-            the last, float16 autocast; ranks with different settings (found before the first step).
+            the last, float16 autocast; ranks with different settings (found before the first step, and before the
+            first after settings or parameters were replaced).
+        ScheduleError: The order does not fit the program.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     chunk.bind_replaced()
@@ -73,8 +75,10 @@ def train_step(
     check_precision(chunk.device)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
-    if not chunk.checked:
+    if not (chunk.checked and chunk.agreed):
         agree_on_step(chunk, len(microbatches))
+        chunk.agreed = True
+    if not chunk.checked:
         with chunk.parallel.whole():
             check_stages(chunk, microbatches[0])
         chunk.checked = True
