@@ -75,13 +75,7 @@ def train_step(
     check_precision(chunk.device)
     scale = chunk.loss_scale.factor(microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
-    if not (chunk.checked and chunk.agreed):
-        agree_on_step(chunk, len(microbatches))
-        chunk.agreed = True
-    if not chunk.checked:
-        with chunk.parallel.whole():
-            check_stages(chunk, microbatches[0])
-        chunk.checked = True
+    _check_once(chunk, microbatches)
     kept = replayed_feeds(chunk, len(microbatches))
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
@@ -97,6 +91,17 @@ def train_step(
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
+
+
+def _check_once(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> None:
+    """Before the first step, and the first after a change: ranks agree, and stages do what they declare."""
+    if not (chunk.checked and chunk.agreed):
+        agree_on_step(chunk, len(microbatches))
+        chunk.agreed = True
+    if not chunk.checked:
+        with chunk.parallel.whole():
+            check_stages(chunk, microbatches[0])
+        chunk.checked = True
 
 
 def agree_on_step(chunk: ModelChunk, num_microbatches: int) -> None:
