@@ -248,6 +248,8 @@ class ProgramBuilder:
 
     def _names(self, stage: str, written: Sequence[str], used: Sequence[str]) -> dict[str, str]:
         """Full names of what a stage writes; what it pins or has effects on must be among it."""
+        if self._layer is None and stage == WEIGHTS:
+            raise ProgramError(f"stage {stage} writes the parameters that parameter() shares: choose another name")
         names = {short: self._name(short) for short in written}
         if len(names) < len(written):
             raise ProgramError(f"stage {self._name(stage)} names a written value twice: {written}")

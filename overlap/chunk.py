@@ -6,11 +6,11 @@ Program.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol, Self, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from overlap.ir import Program
 from overlap.lanes import Lanes, NullLanes
@@ -18,14 +18,20 @@ from overlap.orders import Order, get_order
 from overlap.parallel.data import Alone, DataParallel
 from overlap.parallel.world import SOLO, World
 from overlap.plan import Planner, segments_of
+from overlap.registered import Registered
 from overlap.scale import LossScale, PerMicrobatch
 from overlap.selective import check_modules
 from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
 from recompute.keep import HOST_ONLY, Sharded, Stores
 
+_BOUND = frozenset({"program", "planner", "parameter_names", "_checked", "_parts", "_unseen", "_registered"})
+"""What is bound to this very module."""
 _FIXED = frozenset({"module", "order", "delay_wgrad", "lead"})
 """What a chunk's program and plans are made from, once."""
+_COMPARED = frozenset({"recompute", "seed", "loss_scale"})
+"""Settings that ranks compare and that may change later."""
+Configs = RecomputeConfig | tuple[RecomputeConfig, ...]
 
 
 class HasProgram(Protocol):
@@ -52,10 +58,13 @@ class ModelChunk(nn.Module):
         shards: The ranks over which a config with keep="sharded" cuts its segment inputs.
         world: This rank among the ranks that train the model.
 
+    `recompute`, `seed`, `loss_scale`, `lanes` and `shards` may be set anew between steps. Whether the order fits the
+    program is found by the first step that plans (ScheduleError).
+
     Raises:
-        ConfigError: float16 parameters; `recompute` is no config, or names a module that the model does not have;
-            `lead` is more than its layers.
-        ScheduleError: The order does not fit the program.
+        ConfigError: float16 parameters; `recompute` is no config, names a module that the model does not have, or wants
+            `shards` that are not there; `delay_wgrad` is no bool; `lead` is more than its layers.
+        ScheduleError: No built-in order has that name.
     """
 
     def __init__(
@@ -73,16 +82,11 @@ class ModelChunk(nn.Module):
         world: World = SOLO,
     ) -> None:
         super().__init__()
-        if any(p.dtype is torch.float16 for p in module.parameters()):
-            rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
-            raise ConfigError(field="dtype", value=torch.float16, rule=rule)
-        configs = (recompute,) if isinstance(recompute, RecomputeConfig) else tuple(recompute)
-        if not all(isinstance(config, RecomputeConfig) for config in configs):
-            rule = "must be a RecomputeConfig, or one per microbatch"
-            raise ConfigError(field="recompute", value=recompute, rule=rule)
+        if not isinstance(delay_wgrad, bool):
+            raise ConfigError(field="delay_wgrad", value=delay_wgrad, rule="must be True or False")
         self.module = module
-        self.recompute = recompute if isinstance(recompute, RecomputeConfig) else tuple(recompute)
-        hidden = any(config.replay is Replay.HIDDEN for config in configs)
+        self.recompute = recompute
+        hidden = any(config.replay is Replay.HIDDEN for config in _each(self.recompute))
         replay = Replay.HIDDEN if hidden else Replay.JUST_IN_TIME
         self.order = order if isinstance(order, Order) else get_order(order, replay)
         self.delay_wgrad = delay_wgrad
@@ -97,20 +101,46 @@ class ModelChunk(nn.Module):
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self.shards = shards
         self._bind()
-        for config in configs:
-            check_modules(self.program, config)
-        _check_shards(configs, shards)
+        self._check_recompute(self.recompute, shards)
+        if shards is not None and not _any_sharded(self.recompute):
+            rule = "has no effect unless a config has keep='sharded'"
+            raise ConfigError(field="shards", value=shards, rule=rule)
 
     def _bind(self) -> None:
         """Make the program of this module; a copy of the chunk binds to its own module."""
-        self.program: Program = cast(HasProgram, self.module).program()
-        self.planner = Planner(self.program, self.order, delayed=self.delay_wgrad, lead=self.lead)
+        _check_dtypes(self.module)
+        self.parallel.bound()
+        program = cast(HasProgram, self.module).program()
+        self.planner = Planner(program, self.order, delayed=self.delay_wgrad, lead=self.lead)
+        self.program: Program = program
         self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
         """Of the parameters that the program's stages declare, by id; a sharded module registers others for a while."""
         self.checked = False
+        self.agreed = False
+        """Whether all ranks were found to have these settings."""
+        self._registered = Registered.of(self.module)
+
+    def bind_replaced(self) -> None:
+        """Bind to the module anew if it holds other parameters, buffers or parts, or other types; steps begin with it.
+
+        Raises:
+            ConfigError: float16 parameters; sharded ones of another type than when they were sharded.
+        """
+        if not self._registered.still():
+            self._bind()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What to(), double() and their like do; buffers, and on some devices parameters, are other objects then.
+
+        Raises:
+            ConfigError: float16 parameters, or sharded ones; steps are refused until they have another type.
+        """
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch does not annotate it
+        self._bind()
+        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Refuse to change what was read when the chunk was made.
+        """Refuse to change what was read when the chunk was made; ranks compare anew what they compared.
 
         Raises:
             ConfigError: Names the setting.
@@ -118,7 +148,34 @@ class ModelChunk(nn.Module):
         if name in _FIXED and "planner" in self.__dict__:
             rule = "is read when a ModelChunk is made, and has no effect later: make another one"
             raise ConfigError(field=name, value=value, rule=rule)
+        if name == "shards" and "planner" in self.__dict__:
+            self._check_recompute(self.recompute, value)
         super().__setattr__(name, value)
+        if name in _COMPARED:
+            self.agreed = False
+
+    @property
+    def recompute(self) -> Configs:
+        """One config, or one per microbatch of a step; checked when set.
+
+        Raises:
+            ConfigError: Another one than a ModelChunk can be made with.
+        """
+        return self._recompute
+
+    @recompute.setter
+    def recompute(self, recompute: RecomputeConfig | Sequence[RecomputeConfig]) -> None:
+        configs = _configs_of(recompute)
+        if "planner" in self.__dict__:
+            self._check_recompute(configs, self.shards)
+        self._recompute: Configs = configs
+
+    def _check_recompute(self, recompute: Configs, shards: Sharded | None) -> None:
+        for config in _each(recompute):
+            check_modules(self.program, config)
+        if shards is None and _any_sharded(recompute):
+            rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
+            raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
 
     @property
     def checked(self) -> bool:
@@ -214,22 +271,42 @@ class ModelChunk(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is bound to this very module."""
-        return {k: v for k, v in self.__dict__.items() if k not in {"program", "planner", "parameter_names", "checked"}}
+        return {k: v for k, v in self.__dict__.items() if k not in _BOUND}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # nn.Module's  # type: ignore[no-untyped-call]  # torch does not annotate it
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()
 
 
-def _check_shards(configs: Sequence[RecomputeConfig], shards: Sharded | None) -> None:
-    """Sharded inputs need ranks, and ranks need sharded inputs.
+def _check_dtypes(module: nn.Module) -> None:
+    """Refuse parameters that train_step does not train well.
 
     Raises:
-        ConfigError: One is there without the other.
+        ConfigError: float16.
     """
-    sharded = any(config.keep is Keep.SHARDED for config in configs)
-    if sharded and shards is None:
-        rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
-        raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
-    if shards is not None and not sharded:
-        raise ConfigError(field="shards", value=shards, rule="has no effect unless a config has keep='sharded'")
+    if any(p.dtype is torch.float16 for p in module.parameters()):
+        rule = "float16 needs a loss scaler, which train_step does not drive; use bfloat16"
+        raise ConfigError(field="dtype", value=torch.float16, rule=rule)
+
+
+def _configs_of(recompute: object) -> Configs:
+    """The setting as it is kept: nothing that the caller may change later.
+
+    Raises:
+        ConfigError: It holds something else than configs.
+    """
+    if isinstance(recompute, RecomputeConfig):
+        return recompute
+    configs = tuple(recompute) if isinstance(recompute, Iterable) else (recompute,)
+    if not all(isinstance(config, RecomputeConfig) for config in configs):
+        rule = "must be a RecomputeConfig, or one per microbatch"
+        raise ConfigError(field="recompute", value=recompute, rule=rule)
+    return configs
+
+
+def _each(recompute: Configs) -> tuple[RecomputeConfig, ...]:
+    return (recompute,) if isinstance(recompute, RecomputeConfig) else recompute
+
+
+def _any_sharded(recompute: Configs) -> bool:
+    return any(config.keep is Keep.SHARDED for config in _each(recompute))

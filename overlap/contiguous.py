@@ -35,6 +35,7 @@ def contiguous_step(
             losses.
         ProgramError: A layer reads more than its input, or the stages after the layers do.
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     for config in chunk.configs(len(microbatches)):
         check_contiguous(config)

@@ -6,7 +6,7 @@ is faster than the host.
 
 NOTE [ What a recording holds ]
 1. Addresses: parameters, buffers and gradients must stay where they are. A `.grad` of None gets the recorded tensor
-   back, zeroed.
+   back, zeroed, if the step is one that trains its parameter; all recordings add to the same tensor.
 2. Memory: activations live in the graph's own pool, which keeps its size between steps.
 3. Host decisions: shapes, recompute, seed, loss scale, lanes, train or eval mode, autocast, what trains. Others are
    recorded anew.
@@ -81,10 +81,14 @@ class _WarmUp:
     steps: int = 0
     seeds: Sequence[SeedAt | None] = ()
     """Of the draws of its last step; the first of all steps also checks the stages, which draw in that step only."""
+    trained: frozenset[str] = frozenset()
+    """Names of the parameters that its last step left a gradient."""
 
 
 class GraphedStep:
-    """Call it in place of train_step: same arguments, same results to the bit.
+    """Call it with the microbatches in place of train_step: the same results to the bit.
+
+    It takes no other argument: those of a step that stay the same, as `accumulate`, are bound in `run`.
 
     The first two calls of each shape run as they are; the third records. Gradients may be zeroed or set to None.
 
@@ -105,7 +109,7 @@ class GraphedStep:
         self._warm: dict[Hashable, _WarmUp] = {}
         self._recordings: dict[Hashable, _Recording] = {}
         self._gradients: dict[str, tuple[nn.Parameter, Tensor]] = {}
-        """By parameter name: the parameter, and the gradient that recordings add to."""
+        """By name, of what any step trained: the parameter, and the gradient that recordings add to."""
         self._places: dict[str, tuple[Tensor, int]] = {}
         """By name: the parameters and buffers that recordings use, and their addresses."""
 
@@ -128,7 +132,7 @@ class GraphedStep:
         check_feeds(self._chunk.program, microbatches)
         key = self._key(microbatches)
         warm = self._warm.setdefault(key, _WarmUp())
-        self._check_addresses()
+        self._check_addresses(warm)
         if warm.steps < WARM_UP:
             return self._warm_up(warm, microbatches)
         if key not in self._recordings:
@@ -164,14 +168,15 @@ class GraphedStep:
             caller.wait_stream(self._stream)
         warm.seeds = draws.seeds
         warm.steps += 1
-        for name, parameter in self._chunk.module.named_parameters():
-            if parameter.grad is not None:
-                self._gradients[name] = (parameter, parameter.grad)
+        trained = [(n, p) for n, p in self._chunk.module.named_parameters() if p.requires_grad]
+        gradients = {name: (parameter, parameter.grad) for name, parameter in trained if parameter.grad is not None}
+        warm.trained = frozenset(gradients)
+        self._gradients.update(gradients)
         self._places = {name: (tensor, tensor.data_ptr()) for name, tensor in _held(self._chunk.module).items()}
         return _copied(outputs)
 
-    def _check_addresses(self) -> None:
-        """Give gradients back that were set to None, zeroed.
+    def _check_addresses(self, warm: _WarmUp) -> None:
+        """Give gradients back that were set to None, zeroed, to what this step trains: a frozen parameter keeps None.
 
         Raises:
             ConfigError: Another tensor is there, parameters or buffers are elsewhere, or there are hooks.
@@ -182,6 +187,8 @@ class GraphedStep:
                 rule = "a recorded step uses parameters and buffers where they were: copy new values in"
                 raise ConfigError(field=name, value="moved", rule=rule)
         for name, (parameter, gradient) in self._gradients.items():
+            if not (name in warm.trained if warm.steps else parameter.requires_grad):
+                continue
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 rule = "has hooks, which a step recorded as a CUDA graph would not call: remove them"
                 raise ConfigError(field=name, value="hooks", rule=rule)

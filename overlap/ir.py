@@ -307,10 +307,16 @@ class Program:
     def _input_grads(self) -> dict[str, bool]:
         return {source.name: source.needs_grad for source in self.inputs}
 
+    def gradient_key(self, value: str) -> StageKey:
+        """What trained() holds if gradients pass a written value: its stage, or (None, value) of a shared parameter."""
+        key = self.producers[value].key
+        return (None, value) if key == (None, WEIGHTS) else key
+
     def trained(self) -> frozenset[StageKey]:
         """Stages that take part in backward (R6): a trainable parameter, or an input that needs a gradient.
 
-        Looked up at every call, since parameters may be frozen between steps; equal answers are one object.
+        With them the shared parameters that train, each by itself (gradient_key). Looked up at every call, since
+        parameters may be frozen between steps; equal answers are one object.
         """
         flags = tuple([parameter.requires_grad for stage in self.stages for parameter in stage.parameters])
         if flags not in self._trained:
@@ -322,8 +328,9 @@ class Program:
         stages: set[StageKey] = set()
         for stage in self.stages:
             if any(p.requires_grad for p in stage.parameters) or any(value in alive for value in stage.reads):
-                stages.add(stage.key)
-                alive.update(value for value in stage.writes if value not in stage.nondiff)
+                passed = _with_gradient(stage)
+                stages.update((stage.key, *map(self.gradient_key, passed)))
+                alive.update(passed)
         return frozenset(stages)
 
     def live_ins(self, layers: Iterable[int]) -> tuple[str, ...]:
@@ -331,3 +338,10 @@ class Program:
         stages = [stage for layer in layers for stage in self.layer_stages[layer]]
         written = {value for stage in stages for value in stage.writes}
         return tuple(dict.fromkeys(v for stage in stages for v in stage.reads if v not in written))
+
+
+def _with_gradient(stage: Stage) -> list[str]:
+    """What a stage that trains writes with a gradient; of shared parameters those that train."""
+    if stage.key == (None, WEIGHTS):
+        return [value for value, p in zip(stage.writes, stage.parameters, strict=True) if p.requires_grad]
+    return [value for value in stage.writes if value not in stage.nondiff]

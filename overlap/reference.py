@@ -34,6 +34,7 @@ def reference_step(
     total_tokens: int | None = None,
 ) -> list[Losses]:
     """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     check_accumulate(accumulate, last)
     call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)

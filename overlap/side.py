@@ -22,7 +22,7 @@ class Side:
     program: Program
     segments: tuple[RecomputeSegment, ...]
     trained: frozenset[StageKey]
-    """Program.trained() when the plan was made."""
+    """Program.trained() when the plan was made: stages, and shared parameters by their gradient_key."""
     keeps_graph: bool = True
     """False: forward only, nothing is kept for a backward (R17)."""
     hidden: bool = False
@@ -98,8 +98,7 @@ class Side:
         """Whether backward brings this value a gradient."""
         if self.program.nondiff(value):
             return False
-        producer = self.program.producers.get(value)
-        return producer is None or producer.key in self.trained
+        return value not in self.program.producers or self.program.gradient_key(value) in self.trained
 
     def needs_activations(self, stage: Stage) -> bool:
         """Whether the stage's backward needs its graph: it trains and has no adjoint (R8)."""

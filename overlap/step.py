@@ -63,9 +63,12 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: Bad feeds, `accumulate`, `last`, autocast; another scale than in calls before; ranks that differ.
+        ConfigError: Bad feeds, `accumulate`, `last`, autocast; another scale than in calls before; ranks that differ
+            (found before the first step, and the first after settings or parameters were replaced).
+        ScheduleError: The order does not fit the program.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches, trains=torch.is_grad_enabled())
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
@@ -73,11 +76,7 @@ def train_step(
     check_precision(chunk.device)
     call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
-    if not chunk.checked:
-        agree_on_step(chunk, len(microbatches))
-        with chunk.parallel.whole():
-            check_stages(chunk, microbatches[0])
-        chunk.checked = True
+    _check_once(chunk, microbatches)
     kept = replayed_feeds(chunk, len(microbatches))
     first, scale = chunk.first_draw(len(microbatches)), call.scale
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
@@ -96,6 +95,17 @@ def train_step(
     chunk.steps_done += 1
     compare_collectives(chunk.world)
     return [owner.outputs for owner in states]
+
+
+def _check_once(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> None:
+    """Before the first step, and the first after a change: ranks agree, and stages do what they declare."""
+    if not (chunk.checked and chunk.agreed):
+        agree_on_step(chunk, len(microbatches))
+        chunk.agreed = True
+    if not chunk.checked:
+        with chunk.parallel.whole():
+            check_stages(chunk, microbatches[0])
+        chunk.checked = True
 
 
 def agree_on_step(chunk: ModelChunk, num_microbatches: int) -> None:
@@ -127,6 +137,7 @@ def forward_only(
     Returns:
         Each microbatch's losses and outputs.
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches, trains=False)
     plan = chunk.planner.forward_plan()
     first = chunk.first_draw(len(microbatches))

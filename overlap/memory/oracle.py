@@ -68,6 +68,7 @@ def measure_peak(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> int:
 
     Feeds, parameters, their `.grad` and buffers are there before and do not count.
     """
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     zero_gradients(chunk)
     # Here, so that tables which a stage makes at its first call do not count as the step's.

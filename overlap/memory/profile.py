@@ -97,6 +97,7 @@ def profile_step(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds])
 
 def measure_step(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> Measured:
     """Run one training step and count; the chunk's gradients are set to zero first and then hold the step's."""
+    chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     zero_gradients(chunk)
     # Here, so that tables which a stage makes at its first call do not count as the step's.

@@ -26,7 +26,7 @@ from overlap.model.mtp import MTPDepth
 from overlap.parallel.buckets import BUCKET_BYTES, Reduction
 from overlap.parallel.experts import expert_parameters
 from overlap.parallel.fsdp import start
-from overlap.parallel.replicas import Replicas
+from overlap.parallel.replicas import ReductionOf, Replicas
 from overlap.parallel.sharded import Sharded
 from overlap.parallel.world import World
 from recompute.errors import ConfigError
@@ -66,8 +66,8 @@ def make_parallel(chunk: ModelChunk, settings: DataSettings = DataSettings()) ->
             raise ConfigError(field="fsdp", value=True, rule="needs several data ranks to shard over")
         return chunk
     if not settings.fsdp:
-        reduction_of = partial(_reduction, world, expert_parameters(chunk.module), settings)
-        chunk.rebind(Replicas(reduction_of, world.collectives, bucket_bytes=settings.bucket_bytes))
+        reductions = partial(_reductions, world, chunk.module, settings)
+        chunk.rebind(Replicas(reductions, world.collectives, bucket_bytes=settings.bucket_bytes))
         return chunk
     _check_lanes(chunk.program)
     chunk.rebind(_shard(chunk.module, world, settings))
@@ -82,6 +82,10 @@ def _check_lanes(program: Program) -> None:
             raise ConfigError(field="fsdp", value=True, rule=rule)
 
 
+def _reductions(world: World, module: nn.Module, settings: DataSettings) -> ReductionOf:
+    return partial(_reduction, world, expert_parameters(module), settings)
+
+
 def _reduction(world: World, experts: frozenset[int], settings: DataSettings, parameter: nn.Parameter) -> Reduction:
     groups = world.formed
     group: dist.ProcessGroup | None = groups.expert_data if id(parameter) in experts else groups.data
@@ -93,8 +97,7 @@ def _reduction(world: World, experts: frozenset[int], settings: DataSettings, pa
 def _shard(module: nn.Module, world: World, settings: DataSettings) -> Sharded:
     """Shard experts over the ranks that hold them, then layers, then what is left."""
     policy = MixedPrecisionPolicy(reduce_dtype=settings.reduce_dtype)
-    experts = expert_parameters(module)
-    alone = {p for p in module.parameters() if id(p) in experts} if world.layout.expert_data == 1 else set()
+    alone = _alone(world, module)
     for part in _parts(module):
         mesh, placement = world.formed.data_mesh, None
         if isinstance(part, GroupedExperts):
@@ -106,8 +109,7 @@ def _shard(module: nn.Module, world: World, settings: DataSettings) -> Sharded:
         # gloo has no reduction that divides; adding up and dividing once is one rule for all backends
         sharded.set_force_sum_reduction_for_comms(True)
         sharded.set_gradient_divide_factor(float(world.layout.data))
-    reduction = Reduction(group=None, divide=world.layout.data, dtype=settings.reduce_dtype)
-    rest = Replicas(partial(_if_among, frozenset(map(id, alone)), reduction), world.collectives)
+    rest = Replicas(partial(_reductions_alone, world, module, settings), world.collectives)
     root = cast("FSDPModule", module)
     return Sharded(root, start(root, world.collectives), rest, keep_together=settings.keep_together)
 
@@ -133,6 +135,17 @@ def _by_rows(ranks: int, parameter: nn.Parameter) -> Shard:
         rule = f"must divide over the {ranks} ranks that hold the same experts"
         raise ConfigError(field="rows of an expert matrix", value=parameter.shape[1], rule=rule)
     return Shard(1)
+
+
+def _alone(world: World, module: nn.Module) -> set[nn.Parameter]:
+    """The experts, if no other rank holds the same ones: there is nobody to shard them over."""
+    experts = expert_parameters(module) if world.layout.expert_data == 1 else frozenset()
+    return {p for p in module.parameters() if id(p) in experts}
+
+
+def _reductions_alone(world: World, module: nn.Module, settings: DataSettings) -> ReductionOf:
+    reduction = Reduction(group=None, divide=world.layout.data, dtype=settings.reduce_dtype)
+    return partial(_if_among, frozenset(map(id, _alone(world, module))), reduction)
 
 
 def _if_among(parameters: frozenset[int], reduction: Reduction, parameter: nn.Parameter) -> Reduction | None:

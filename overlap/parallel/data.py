@@ -31,6 +31,13 @@ class DataParallel(Protocol):
     Every method is called at the same moments on all ranks, as the plans are the same there.
     """
 
+    def bound(self) -> None:
+        """The chunk is bound to its module anew: forget what was made for the parameters that were there before.
+
+        Raises:
+            ConfigError: What is there now cannot be kept in step.
+        """
+
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """A step begins.
 
@@ -77,6 +84,9 @@ class DataParallel(Protocol):
 
 class Alone:
     """One replica: nothing to keep in step."""
+
+    def bound(self) -> None:
+        """Nothing was made."""
 
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """The lanes as they are: the hot loop sees nothing of this."""

@@ -20,21 +20,23 @@ from overlap.parallel.moments import gradients_of, last_gradients
 from overlap.parallel.uses import trainable
 
 ReductionOf = Callable[[nn.Parameter], Reduction | None]
+"""How a parameter's gradient is reduced; None: not at all."""
 
 
 class Replicas:
     """Reduces each bucket right after the slot that completes its last gradient of the step.
 
     Args:
-        reduction_of: How a parameter's gradient is reduced; None: not at all.
+        reductions: Says of the parameters that the module holds at its call how the gradient of each is reduced.
         collectives: Takes note of what is launched.
         bucket_bytes: Bytes of gradients at which a bucket is closed.
     """
 
     def __init__(
-        self, reduction_of: ReductionOf, collectives: Collectives, *, bucket_bytes: int = BUCKET_BYTES
+        self, reductions: Callable[[], ReductionOf], collectives: Collectives, *, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        self._reduction_of = reduction_of
+        self._reductions = reductions
+        self._reduction_of = reductions()
         self._collectives = collectives
         self._bucket_bytes = bucket_bytes
         self._pending: list[Pending] = []
@@ -44,6 +46,12 @@ class Replicas:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Bound to the parameters of one model."""
         raise TypeError("a chunk with data parallelism cannot be copied: copy it first, then make the copies parallel")
+
+    def bound(self) -> None:
+        """See DataParallel.bound."""
+        self._reduction_of = self._reductions()
+        self._buckets.clear()
+        self._actions.clear()
 
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """See DataParallel.begin."""

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -25,6 +26,7 @@ from overlap.parallel.moments import gradients_of, last_gradients, visits
 from overlap.parallel.replicas import Replicas
 from overlap.parallel.shards import local, parameter_groups
 from overlap.parallel.uses import Uses, trainable, uses_of
+from recompute.errors import ConfigError
 
 
 class Sharded:
@@ -44,12 +46,27 @@ class Sharded:
         self._root = root
         self._rest = rest
         self._keep_together = keep_together
+        self._sharded_types = self._types()
         self._uses: dict[tuple[bool, ...], Uses] = {}
         self._actions: dict[tuple[tuple[int, ...], Uses, bool], tuple[Sequence[Plan], Actions]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         """Bound to one model."""
         raise TypeError("a sharded chunk cannot be copied: copy it first, then shard the copies")
+
+    def bound(self) -> None:
+        """See DataParallel.bound; groups follow their modules by themselves, in all but the types they gather in.
+
+        Raises:
+            ConfigError: A parameter has another type.
+        """
+        types = self._types()
+        if types != self._sharded_types:
+            rule = "sharded parameters keep the type they were sharded in: convert before make_parallel()"
+            raise ConfigError(field="dtype", value=sorted(map(str, set(types))), rule=rule)
+        self._uses.clear()
+        self._actions.clear()
+        self._rest.bound()
 
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """See DataParallel.begin."""
@@ -119,6 +136,9 @@ class Sharded:
     def parameter_groups(self, module: nn.Module) -> list[dict[str, list[nn.Parameter]]]:
         """One group per layout."""
         return parameter_groups(module)
+
+    def _types(self) -> tuple[torch.dtype, ...]:
+        return tuple(parameter.dtype for group in self.groups for parameter in group.parameters)
 
     def _scatter_all(self) -> None:
         for group in self.groups:

@@ -87,18 +87,29 @@ class Pipeline:
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
         if self.first.lead:
             raise ConfigError(field="lead", value=self.first.lead, rule=IN_PIPELINE)
-        planners = {stage: chunk.planner for stage, chunk in chunks.items()}
-        self.plans = PairPlans(planners, self.first.order, delayed=self.first.delay_wgrad, pin=pin_activations)
-        self.planner = StepPlanner(self.stages, self.plans)
+        self._pin = pin_activations
+        self._bind()
         self.executor = Executor(self.stages, lanes)
         self._runtime = runtime
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False
         """Whether all ranks were found to have the same settings."""
-        self.shared = SharedEmbedding.of([stage.part for stage in self.stages])
-        self.shared.join()
         self.accumulating = False
         """Whether gradients of this pipeline wait for a later call to reduce them."""
+
+    def _bind(self) -> None:
+        self._planners = {stage.stage_index: stage.chunk.planner for stage in self.stages}
+        self.plans = PairPlans(self._planners, self.first.order, delayed=self.first.delay_wgrad, pin=self._pin)
+        self.planner = StepPlanner(self.stages, self.plans)
+        self.shared = SharedEmbedding.of([stage.part for stage in self.stages])
+        self.shared.join()
+
+    def bind_replaced(self) -> None:
+        """Follow chunks that are bound to their module anew; see ModelChunk.bind_replaced."""
+        for stage in self.stages:
+            stage.chunk.bind_replaced()
+        if any(stage.chunk.planner is not self._planners[stage.stage_index] for stage in self.stages):
+            self._bind()
 
     @property
     def chunks(self) -> tuple[ModelChunk, ...]:

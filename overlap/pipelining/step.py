@@ -62,6 +62,7 @@ def train_pipeline(
             take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
+    pipeline.bind_replaced()
     check_pipeline_feeds(pipeline, microbatches)
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
@@ -105,6 +106,7 @@ def evaluate_pipeline(
         observers: Watch the run.
         engine_type: What runs the plans.
     """
+    pipeline.bind_replaced()
     check_pipeline_feeds(pipeline, microbatches)
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:

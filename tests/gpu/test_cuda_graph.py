@@ -90,7 +90,7 @@ class SameFeeds(GraphedStep):
 class KeptGradients(GraphedStep):
     """Control: gradients that were set to None come back as they were."""
 
-    def _check_addresses(self):
+    def _check_addresses(self, warm):
         for parameter, gradient in self._gradients.values():
             parameter.grad = gradient
 

@@ -58,6 +58,15 @@ def test_a_shared_parameter_is_written_by_the_first_stage() -> None:
     assert first.forward() == first.parameters
 
 
+def test_the_name_of_that_stage_is_taken_outside_layers() -> None:
+    b = ProgramBuilder()
+    x = b.input("x")
+    with pytest.raises(ProgramError, match=r"stage weights .* choose another name"):
+        b.compute("weights", nothing, x, outputs=("h",))
+    with b.layer(0):
+        b.compute("weights", nothing, x, outputs=("h",))
+
+
 def test_mtp_depths_are_marked() -> None:
     b = ProgramBuilder()
     x = b.input("x")

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from overlap.ir import Op, Program
 from overlap.lower import Issue
 from overlap.orders import Order
 from overlap.parallel.world import SOLO
+from overlap.scale import PerMicrobatch
 from overlap.step import train_step
 from recompute import ConfigError, RecomputeConfig
+from recompute.config import Keep
 from tests.overlap.programs import TinyModel, differences, result_of, tiny_chunk, tiny_feeds
 
 uniform, none = RecomputeConfig.uniform, RecomputeConfig.none
@@ -146,10 +149,68 @@ def test_configs_match_the_step() -> None:
         train_step(chunk, tiny_feeds(3))
 
 
-@pytest.mark.parametrize("recompute", ["uniform", [none(), None], [1]])
+@pytest.mark.parametrize("recompute", ["uniform", [none(), None], [1], None, 3])
 def test_recompute_is_a_config(recompute) -> None:
     with pytest.raises(ConfigError, match=r"recompute=.*must be a RecomputeConfig, or one per microbatch"):
         tiny_chunk("M", recompute=recompute)
+    chunk = tiny_chunk("M")
+    with pytest.raises(ConfigError, match=r"recompute=.*must be a RecomputeConfig, or one per microbatch"):
+        chunk.recompute = recompute
+    assert chunk.recompute == none()
+
+
+@pytest.mark.parametrize(
+    ("recompute", "message"),
+    [
+        (RecomputeConfig.selective("mla_up_proj"), "modules='mla_up_proj': this model has no such module"),
+        ([none(), RecomputeConfig.selective("mla_up_proj")], "modules='mla_up_proj': this model has no such module"),
+        (uniform(1, keep=Keep.SHARDED), r"keep='sharded': needs ModelChunk\(shards="),
+    ],
+)
+def test_recompute_set_later_is_checked_alike(recompute: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_chunk("M", recompute=recompute)
+    chunk = tiny_chunk("M", recompute=uniform(1))
+    for one in (chunk, copy.deepcopy(chunk)):
+        with pytest.raises(ConfigError, match=message):
+            one.recompute = recompute
+        assert one.recompute == uniform(1)
+
+
+def test_a_list_set_later_is_kept_as_it_was() -> None:
+    chunk = tiny_chunk("M")
+    configs = [none(), uniform(1)]
+    chunk.recompute = configs
+    configs[0] = uniform(1)
+    assert chunk.recompute == (none(), uniform(1))
+    replays = Replays()
+    train_step(chunk, tiny_feeds(2), observers=(replays,))
+    assert [replays.count[number] for number in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize("value", ["false", None, 1])
+def test_delay_wgrad_is_a_bool(value: Any) -> None:
+    """A text would be true."""
+    with pytest.raises(ConfigError, match=r"delay_wgrad=.*: must be True or False"):
+        tiny_chunk("M", delay_wgrad=value)
+
+
+def test_an_order_is_held_against_the_program_by_the_first_step() -> None:
+    chunk = tiny_chunk("M", order=Order.parse("short", "F.attn B.attn"))
+    with pytest.raises(ScheduleError):
+        train_step(chunk, tiny_feeds(1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("recompute", uniform(1)), ("seed", 3), ("loss_scale", PerMicrobatch())])
+def test_what_ranks_compared_is_compared_again_once_set(name: str, value: object) -> None:
+    chunk = tiny_chunk("M")
+    assert not chunk.agreed
+    for _ in range(2):
+        train_step(chunk, tiny_feeds(1))
+        assert chunk.agreed
+        setattr(chunk, name, value)
+        assert not chunk.agreed
+        assert chunk.checked
 
 
 def test_float16_is_refused_by_name() -> None:

@@ -47,6 +47,16 @@ def test_settings_that_need_the_host_in_every_step_are_refused(field, changes):
     assert caught.value.field == field
 
 
+class Stream:
+    """Notes which streams it waits for."""
+
+    def __init__(self):
+        self.waited = []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+
 def recorded(chunk: ModelChunk) -> GraphedStep:
     """As if its gradients were in recordings already: on the CPU there are none."""
     step = GraphedStep.__new__(GraphedStep)
@@ -69,10 +79,52 @@ def test_a_gradient_of_none_comes_back_zeroed_and_others_stay(chunk):
     step = recorded(chunk)
     first, second, *_ = chunk.module.parameters()
     gradient, first.grad = first.grad, None
-    step._check_addresses()
+    step._check_addresses(_WarmUp())
     assert first.grad is gradient
     assert not gradient.any()
     assert second.grad.all()
+
+
+@pytest.fixture
+def on_streams(chunk, monkeypatch) -> GraphedStep:
+    """Runs its first two steps of a kind, and then does nothing where it would record and launch."""
+    step = GraphedStep.__new__(GraphedStep)
+    step._chunk, step._run, step._stream = chunk, train_step, cast(Any, Stream())
+    step._warm, step._recordings, step._gradients, step._places = {}, {}, {}, {}
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(GraphedStep, "_record", lambda self, warm, microbatches: None)
+    monkeypatch.setattr(GraphedStep, "_launch", lambda self, recording, microbatches: [])
+    return step
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["none", "left there"])
+def test_a_weight_frozen_later_gets_no_gradient_back(chunk, on_streams, left):
+    """R3: None is not zero. An optimizer would decay the weight. What its owner leaves there, `left`, is not ours."""
+    ids = torch.arange(6).view(1, 6)
+    weight = chunk.get_parameter("module.embedding")
+    optimizer = torch.optim.AdamW(chunk.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step() -> set[str]:
+        optimizer.zero_grad()
+        on_streams([{"ids": ids, "labels": ids}])
+        return {name for name, p in chunk.named_parameters() if p.grad is not None}
+
+    every = [step() for _ in range(3)][-1]
+    assert "module.embedding" in every
+    recorded, before = weight.grad, weight.detach().clone()
+    weight.requires_grad_(False)
+    for _ in range(2 if left else 0):
+        weight.grad = torch.ones_like(weight)
+        on_streams([{"ids": ids, "labels": ids}])
+        assert weight.grad.all()
+    for _ in range(4):  # warm-ups and launches
+        assert step() == every - {"module.embedding"}
+        optimizer.step()
+        assert torch.equal(weight, before)
+    weight.requires_grad_(True)
+    assert step() == every
+    assert weight.grad is recorded
 
 
 def test_another_gradient_moved_weights_and_hooks_are_refused(chunk):
@@ -80,31 +132,31 @@ def test_another_gradient_moved_weights_and_hooks_are_refused(chunk):
     name, parameter = next(chunk.module.named_parameters())
     gradient, parameter.grad = parameter.grad, torch.zeros_like(parameter)
     with pytest.raises(ConfigError, match=rf"{name}\.grad='another tensor': a recorded step adds"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
     parameter.grad = gradient
     handle = parameter.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ConfigError, match=f"{name}='hooks'"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
     handle.remove()
-    step._check_addresses()
+    step._check_addresses(_WarmUp())
     parameter.data = parameter.data.clone()
     with pytest.raises(ConfigError, match=f"{name}='moved': a recorded step uses parameters and buffers where"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
 
 
 def test_weights_and_buffers_in_place_of_others_are_refused(chunk):
     step = recorded(chunk)
-    step._check_addresses()
+    step._check_addresses(_WarmUp())
     buffer, old = next(chunk.module.named_buffers())
     owner, _, last = buffer.rpartition(".")
     setattr(chunk.module.get_submodule(owner), last, old.clone())
     with pytest.raises(ConfigError, match=f"{buffer}='moved'"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
     step = recorded(chunk)
     chunk.load_state_dict({name: value.clone() for name, value in chunk.state_dict().items()
                            if torch.is_tensor(value)}, strict=False, assign=True)  # fmt: skip
     with pytest.raises(ConfigError, match="='moved'"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
 
 
 def test_frozen_weights_that_moved_are_refused(chunk):
@@ -114,7 +166,7 @@ def test_frozen_weights_that_moved_are_refused(chunk):
     del step._gradients[name]
     parameter.data = parameter.data.clone()
     with pytest.raises(ConfigError, match=f"{name}='moved'"):
-        step._check_addresses()
+        step._check_addresses(_WarmUp())
 
 
 def test_what_a_recording_holds_tells_recordings_apart(chunk, monkeypatch):
@@ -151,16 +203,6 @@ def test_what_a_recording_holds_tells_recordings_apart(chunk, monkeypatch):
 def test_feeds_that_are_no_plain_tensors_are_refused(chunk, value):
     with pytest.raises(ConfigError, match="takes tensors that need no gradient"):
         recorded(chunk)._key([{"ids": value}])
-
-
-class Stream:
-    """Notes which streams it waits for."""
-
-    def __init__(self):
-        self.waited = []
-
-    def wait_stream(self, other):
-        self.waited.append(other)
 
 
 def failing(error):

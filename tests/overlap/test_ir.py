@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlap.builder import ProgramBuilder
 from overlap.errors import ProgramError, ScheduleError
 from overlap.ir import Effect, Input, Lane, Loss, Op, Program, Slot, Stage, format_schedule, parse_schedule
+from overlap.side import Side
 from tests.overlap.programs import Weight, dummy_program, nothing
 
 NAMES = st.from_regex(r"[A-Za-z_][A-Za-z_0-9]{0,8}", fullmatch=True)
@@ -192,6 +194,22 @@ def test_training_is_looked_up_at_every_call() -> None:
     assert trains.trained() == {(None, "a")}
     other.requires_grad = True
     assert trains.trained() is both
+
+
+def test_shared_parameters_train_each_by_itself() -> None:
+    """R6: what reads only frozen ones takes no part, though others that the same stage writes train."""
+    b = ProgramBuilder()
+    frozen, trains = Weight(), Weight()
+    frozen.requires_grad = False
+    left, right = b.parameter("frozen", frozen), b.parameter("trains", trains)
+    (h,) = b.compute("a", len, b.input("x"), left, outputs=("h",))
+    b.compute("b", len, h, left, right, outputs=("y",))
+    shared = b.build()
+    assert shared.trained() == {(None, "weights"), (None, "weight.trains"), (None, "b")}
+    side = Side(shared, (), shared.trained())
+    assert [side.needs_grad(value) for value in ("weight.frozen", "weight.trains", "h", "y")] == [
+        False, True, False, True,
+    ]  # fmt: skip
 
 
 def test_an_input_that_needs_a_gradient_trains_its_readers() -> None:

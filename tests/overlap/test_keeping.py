@@ -235,6 +235,11 @@ def test_sharded_needs_ranks_and_ranks_need_sharded() -> None:
     model = chunk(uniform(1))
     with pytest.raises(ConfigError, match=r"shards=.*has no effect unless a config has keep='sharded'"):
         ModelChunk(model.module, recompute=uniform(1), shards=object())
+    sharded = ModelChunk(model.module, recompute=RecomputeConfig.uniform(1, keep=Keep.SHARDED), shards=object())
+    ranks = sharded.shards
+    with pytest.raises(ConfigError, match=r"keep='sharded': needs ModelChunk\(shards="):
+        sharded.shards = None
+    assert sharded.shards is ranks
 
 
 def test_the_contiguous_path_refuses() -> None:

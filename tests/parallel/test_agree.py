@@ -93,6 +93,28 @@ def test_ranks_that_agree_go_on(ranks: RankPool) -> None:
     assert [rank["field"] for rank in ranks(2, planted, "nothing")] == [None, None]
 
 
+def set_after_a_step(layers: tuple[int, int]) -> tuple[str, int]:
+    """The ranks set another rule each; the field that they disagree on, and how many steps succeeded."""
+    world = join()
+    works = Works()
+    model = Decoder(ModelConfig(**TINY), transport=AllToAll(world.ep_group, works, world.collectives))
+    chunk = ModelChunk(model, recompute=RecomputeConfig.none(), lanes=WorkLanes(works), world=world)
+    tokens = torch.arange(18).view(2, 1, 9)
+    feeds = [{"ids": row[:, :-1].contiguous(), "labels": row[:, 1:].contiguous()} for row in tokens]
+    train_step(chunk, feeds)
+    chunk.recompute = RecomputeConfig.uniform(layers[world.rank])
+    try:
+        train_step(chunk, feeds)
+    except ConfigError as error:
+        return error.field, chunk.steps_done
+    return "", chunk.steps_done
+
+
+def test_settings_that_change_are_compared_again(ranks: RankPool) -> None:
+    assert ranks(2, set_after_a_step, (1, 2), limit=20.0) == [("segments", 1)] * 2
+    assert ranks(2, set_after_a_step, (2, 2), limit=20.0) == [("", 2)] * 2
+
+
 def only_in_one_stage() -> tuple[str, Any]:
     world = open_world(ParallelLayout(world_size=4, ep=2, pp=2))
     try:

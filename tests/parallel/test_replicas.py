@@ -15,10 +15,11 @@ from overlap.parallel.fsdp import ParameterGroup
 from overlap.parallel.moments import last_gradients
 from overlap.parallel.world import World
 from overlap.reference import reference_step
-from overlap.step import train_step
+from overlap.step import forward_only, train_step
 from overlap.verify import compare
 from recompute import RecomputeConfig
 from recompute.config import Replay
+from recompute.errors import ConfigError
 from tests.distributed.ranks import RankPool
 from tests.parallel.models import (
     GIVES_GRADIENTS,
@@ -165,6 +166,63 @@ def frozen(fsdp: bool) -> dict[str, object]:
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_frozen_parameters_take_no_part(ranks: RankPool, fsdp: bool) -> None:
     assert ranks(2, frozen, fsdp, timeout=10.0) == [{"equal": True, "right": True}] * 2
+
+
+def converted() -> bool:
+    """A sharded chunk gets another type, and its own again; steps before that bind nothing anew."""
+    world = world_of()
+    chunk = parallel_chunk(world, DataSettings(fsdp=True))
+    planner = chunk.planner
+    for step in (train_step, forward_only, reference_step, train_step):
+        step(chunk, feeds_of(world.rank, 1))
+    assert chunk.planner is planner
+    with pytest.raises(ConfigError, match=r"dtype=.*float64.*: sharded parameters keep the type"):
+        chunk.double()
+    with pytest.raises(ConfigError, match=r"dtype=.*float64.*: sharded parameters keep the type"):
+        train_step(chunk, feeds_of(world.rank, 1))
+    chunk.float()
+    train_step(chunk, feeds_of(world.rank, 1))
+    return True
+
+
+def test_sharded_parameters_keep_their_type(ranks: RankPool) -> None:
+    """FSDP2 gathers into buffers of the type that it knew first."""
+    assert ranks(2, converted) == [True] * 2
+
+
+def replaced(fsdp: bool, ep: int) -> dict[str, tuple[str, ...]]:
+    """Gradients of a chunk whose parameters are replaced between two steps, against one that began with them."""
+    world = world_of(ep=ep)
+    found = {}
+    for how in ("assign", "inside") if fsdp else ("assign", "inside", "convert"):
+        chunks = [parallel_chunk(world, DataSettings(fsdp=fsdp), {"experts": 4}) for _ in range(2)]
+        train_step(chunks[0], feeds_of(world.rank, 1))
+        if how == "convert":
+            for chunk in chunks:
+                chunk.double()
+        else:
+            target = chunks[0] if how == "assign" else chunks[0].module
+            target.load_state_dict(map_values(target.state_dict()), assign=True)
+        chunks[1].steps_done = 1
+        for chunk in chunks:
+            chunk.zero_grad(set_to_none=True)
+            train_step(chunk, feeds_of(world.rank, 2, step=1))
+        once = [gradients(chunk) for chunk in chunks]
+        found[how] = compare(once[1], once[0]).different
+    return found
+
+
+def map_values(state: dict[str, Any]) -> dict[str, Any]:
+    """Copies of tensors; anything else as it is."""
+    return {name: value.clone() if torch.is_tensor(value) else value for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("fsdp", "ep"), [(False, 1), (False, 2), (True, 1), (True, 2)])
+def test_replaced_parameters_are_reduced(ranks: RankPool, fsdp: bool, ep: int) -> None:
+    """Which experts a rank holds alone, and what a bucket holds, is asked of the parameters that are there."""
+    for found in ranks(2, replaced, fsdp, ep):
+        assert found == dict.fromkeys(found, ())
+        assert len(found) == (2 if fsdp else 3)
 
 
 LOST = "layers.1.attn.norm.weight"

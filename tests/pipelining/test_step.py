@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -104,6 +105,28 @@ def test_an_empty_stage_has_no_segment() -> None:
     assert last.planner.side(uniform(), trained).segments == ()
     names = [name for name in pipeline.named_parameters() if name.startswith("head.norm")]
     assert names == ["head.norm.weight"]
+
+
+def test_replaced_parameters_are_trained() -> None:
+    """Plans hold them, and the copies of a tied embedding on one rank share memory anew; evaluation follows too."""
+    config = small(layers=2, mtp=1, tied=True)
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
+    reference = make_reference(ScheduleKind.INTERLEAVED, config, uniform())
+    for step in range(2):
+        feeds = batch(config, 3, step)
+        expected = reference_step(reference, feeds)
+        merge_embedding(reference)
+        found = train_pipeline(pipeline, feeds)
+        assert different(pipeline, reference, found, expected) == []
+        for chunk in (reference, *pipeline.chunks):
+            chunk.module.load_state_dict(copy.deepcopy(chunk.module.state_dict()), assign=True)
+            chunk.zero_grad()
+    evaluate_pipeline(pipeline, batch(config, 1))
+    first, last = pipeline.shared.first, pipeline.shared.last
+    assert first is not None
+    assert last is not None
+    assert first is dict(pipeline.chunks[0].module.named_parameters())["embedding"]
+    assert last.data_ptr() == first.data_ptr()
 
 
 def test_a_lost_gradient_is_seen() -> None:
