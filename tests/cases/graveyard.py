@@ -1,4 +1,4 @@
-"""What must be dead, and whether it is: live tensors and bytes, weak references to all that a step makes.
+"""What lives, and what must not: tensors and their bytes, containers, weak references to all that a step makes.
 
 References go to storages: another tensor than the one that was seen may show the same memory.
 """
@@ -6,6 +6,7 @@ References go to storages: another tensor than the one that was seen may show th
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,6 +36,19 @@ def live_bytes() -> int:
     """Bytes of all storages that a Python tensor shows."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live_tensors()}
     return sum(storages.values())
+
+
+def containers() -> dict[str, int]:
+    """Sizes of all containers at module level of the two packages, function caches included."""
+    found = {}
+    for module_name, module in list(sys.modules.items()):
+        if module_name.partition(".")[0] in ("recompute", "overlap"):
+            for name, item in vars(module).items():
+                if isinstance(item, dict | list | set) and not name.startswith("__"):
+                    found[f"{module_name}.{name}"] = len(item)
+                elif hasattr(item, "cache_parameters"):  # functools
+                    found[f"{module_name}.{name}"] = item.cache_info().currsize
+    return found
 
 
 class Graveyard(Watcher):
@@ -90,10 +104,10 @@ class Graveyard(Watcher):
 
     def _check(self, microbatch: int, place: Place) -> None:
         self.checked.append((microbatch, place))
-        found = {"saved tensors": self.boxes, "saved storages": self.saved}
-        for what, table in found.items():
-            if count := sum(ref() is not None for ref in table.get((microbatch, place), ())):
-                self.failures.append((microbatch, place, f"{count} {what}"))
+        at = microbatch, place
+        for what, refs in (("saved tensors", self.boxes.get(at, ())), ("saved storages", self.saved.get(at, ()))):
+            if count := sum(ref() is not None for ref in refs):
+                self.failures.append((*at, f"{count} {what}"))
         prefix = "3.hidden" if place == "head" else f"{place}."
         for (number, name, _), ref in self.values.items():
             # counts are kept for the effect, which is applied when the step succeeds

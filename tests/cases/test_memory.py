@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -21,7 +20,7 @@ from overlap.lower import Issue
 from recompute import RecomputeConfig
 from recompute.checkpoint import LayerResult, PlainLayer, checkpoint_layers
 from recompute.tape import Tape
-from tests.cases.graveyard import Graveyard, Keeps, buried, live_bytes, live_tensors, reads_of
+from tests.cases.graveyard import Graveyard, Keeps, buried, containers, live_bytes, live_tensors, reads_of
 from tests.cases.model import NONE, B, Box, U, make_chunk, make_feeds, saved_tensors
 
 
@@ -105,19 +104,6 @@ def test_bytes_that_live_until_the_next_step_are_seen() -> None:
     before, sizes = bytes_of_steps(U(1), partial(Keeps, kept, reads_of))
     assert len(set(sizes)) == 1
     assert sizes[0] > before
-
-
-def containers() -> dict[str, int]:
-    """Sizes of all containers at module level of the two packages, function caches included."""
-    found = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in ("recompute", "overlap"):
-            for name, item in vars(module).items():
-                if isinstance(item, dict | list | set) and not name.startswith("__"):
-                    found[f"{module_name}.{name}"] = len(item)
-                elif hasattr(item, "cache_parameters"):  # functools
-                    found[f"{module_name}.{name}"] = item.cache_info().currsize
-    return found
 
 
 def planner_sizes(chunk: ModelChunk) -> dict[str, int]:

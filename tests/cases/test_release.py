@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,20 +15,21 @@ from overlap.check import same_bits
 from overlap.dispatch import LocalTransport
 from overlap.dispatch.host_loopback import HostLoopback
 from overlap.dispatch.symmetric_memory import SymmetricMemory, Traffic
-from overlap.engine import Engine, Feeds
+from overlap.engine import Feeds
 from overlap.model import Decoder
 from overlap.parallel.collective_log import NoLog
 from overlap.parallel.layout import ParallelLayout
 from overlap.parallel.world import SOLO, World, open_world
 from recompute import RecomputeConfig, Replay
 from tests.cases.model import NONE, B, U, different, m0, make_feeds, run
-from tests.cases.untouched import FreesGradients, FreesReads, Untouched, noted, watched
+from tests.cases.untouched import AddsInPlace, FreesGradients, FreesReads, Untouched, noted, watched
 from tests.dispatch.file_peers import FilePeers
 from tests.distributed.ranks import RankPool
 from tests.overlap.programs import Own, tiny_chunk, tiny_feeds
 
 HIDDEN = RecomputeConfig.uniform(1, replay=Replay.HIDDEN)
 RULES = [U(1), B(2), NONE, HIDDEN]
+OWN = ["itself", "view", "skip"]
 ONE, TWO, DENSE = {"experts": 1, "topk": 1}, {"experts": 2, "topk": 1}, {"dense_layers": 2}
 
 
@@ -77,7 +79,7 @@ def test_delayed_weight_gradients_keep_theirs(shape: dict[str, int]) -> None:
     assert seen.checks["pending"] >= 80
 
 
-@pytest.mark.parametrize("rule", RULES, ids=str)
+@pytest.mark.parametrize("rule", [U(1), NONE], ids=str)
 @pytest.mark.parametrize(
     ("shape", "transport"), [(ONE, LocalTransport), (TWO, HostLoopback), (DENSE, LocalTransport)],
     ids=["one expert", "two experts", "dense"],
@@ -135,10 +137,28 @@ def hand_on(how: str, module: Any, b: ProgramBuilder) -> None:
     b.loss(loss)
 
 
-def aliasing(how: str, rule: RecomputeConfig) -> ModelChunk:
-    """Three layers of stages that hand on what they are given."""
+def skip(module: Any, b: ProgramBuilder) -> None:
+    """In each layer the last stage adds up all that came before it, and gives one gradient to all of that."""
+    hidden = b.input("x", needs_grad=True)
+    for index, weight in enumerate(module.weights):
+        with b.layer(index):
+            (mixed,) = b.compute(
+                "attn", partial(lambda w, h: torch.tanh(h @ w), weight), hidden, outputs=("mixed",),
+                parameters=(weight,),
+            )  # fmt: skip
+            (square,) = b.compute("experts", torch.square, mixed, outputs=("square",))
+            (hidden,) = b.compute(
+                "post", lambda h, m, s: h + m + s, hidden, mixed, square, outputs=("out",),
+                adjoint=lambda grads, pinned: (grads[0],) * 3,
+            )  # fmt: skip
+    (loss,) = b.compute("head", lambda h: h.square().sum(), hidden, outputs=("loss",))
+    b.loss(loss)
+
+
+def own(build: Callable[[Any, ProgramBuilder], None], rule: RecomputeConfig) -> ModelChunk:
+    """Three layers of one of these."""
     weights = nn.ParameterList(nn.Parameter(torch.randn(8, 8)) for _ in range(3))
-    return ModelChunk(Own(partial(hand_on, how), weights=weights), recompute=rule)
+    return ModelChunk(Own(build, weights=weights), recompute=rule)
 
 
 def fed(big: Tensor) -> list[Feeds]:
@@ -146,18 +166,18 @@ def fed(big: Tensor) -> list[Feeds]:
     return [{"x": rows[4:12].requires_grad_()} for rows in big]
 
 
-@pytest.mark.parametrize("how", ["itself", "view"])
+@pytest.mark.parametrize("build", [partial(hand_on, "itself"), partial(hand_on, "view"), skip], ids=OWN)
 @pytest.mark.parametrize("rule", [U(1), U(2), B(2)], ids=str)
-def test_what_shares_storage_stays(rule: RecomputeConfig, how: str) -> None:
-    """Row 44: outputs that are inputs, and a segment's input that is a part of something larger."""
-    chunk, big = aliasing(how, rule), torch.randn(3, 20, 8)
+def test_what_shares_storage_stays(rule: RecomputeConfig, build: Callable[[Any, ProgramBuilder], None]) -> None:
+    """Rows 44 and B31: outputs that are inputs, gradients of many, an input that is a part of something larger."""
+    chunk, big = own(build, rule), torch.randn(3, 20, 8)
     copy, wanted, feeds = big.clone(), fed(big), fed(big)
     expected = run(chunk, wanted, reference_step)
     seen, found = watched(chunk, feeds)
     assert seen.faults == set()
     # the gradients of what was fed are handed to whoever made it
     assert {(kind, item[0]) for kind, _, item in seen.unused()} == {("gradient", "x")}
-    assert (seen.checks["saved"], seen.checks["gradient"]) == (3 * (3 * 5 + 1), 3 * 3 * 4)
+    assert (seen.checks["saved"], seen.checks["gradient"]) == ((39, 42) if build is skip else (48, 36))
     assert different(expected, found) == []
     assert all(same_bits(theirs["x"].grad, ours["x"].grad) for theirs, ours in zip(wanted, feeds, strict=True))
     assert torch.equal(big, copy)
@@ -166,12 +186,19 @@ def test_what_shares_storage_stays(rule: RecomputeConfig, how: str) -> None:
 @pytest.mark.parametrize("how", ["itself", "view"])
 @pytest.mark.parametrize("rule", [U(1), U(2), B(2)], ids=str)
 def test_shared_storage_freed_by_name_is_seen(rule: RecomputeConfig, how: str) -> None:
-    """Row 44, negative control: the value handed on, the tensors saved, and what lies around the fed part."""
+    """Row 44, negative control: the value handed on, the tensors saved, and the caller's own memory."""
     big = torch.randn(3, 20, 8)
     copy = big.clone()
-    seen, _ = watched(aliasing(how, rule), fed(big), partial(FreesReads, layer=0))
+    seen, _ = watched(own(partial(hand_on, how), rule), fed(big), partial(FreesReads, layer=0))
     assert seen.faults == {("value", "0.experts"), ("saved", "0.attn"), ("saved", "0.experts")}
     assert not torch.equal(big, copy)
+
+
+@pytest.mark.parametrize("rule", [U(1), NONE], ids=str)
+def test_gradients_added_in_place_are_seen(rule: RecomputeConfig) -> None:
+    """B31, negative control: what the skip connection still waits for."""
+    seen, _ = watched(own(skip, rule), fed(torch.randn(3, 20, 8)), AddsInPlace)
+    assert seen.faults == {("gradient", "0.post"), ("gradient", "1.post")}
 
 
 class OneBuffer(SymmetricMemory):
@@ -188,26 +215,31 @@ class OneBuffer(SymmetricMemory):
         return buffer
 
 
-def over_ranks(transport: type[SymmetricMemory], engine_type: type[Engine]) -> tuple[Any, bool, bool]:
-    """Faults, whether enough was compared, whether the step equals the reference; with one expert per rank."""
+def over_ranks() -> tuple[bool, list[set[tuple[str, str]]], bool]:
+    """With one expert per rank: EQ with the reference; faults of it and of two controls; whether enough was seen."""
     world = open_world(ParallelLayout(world_size=2, ep=2))
-    copies = transport(world.ep_group, NoLog(), partial(FilePeers, world.ep_group))
-    chunk, feeds = make(HIDDEN, TWO, copies, world=world), make_feeds(2, seed=world.rank)
-    expected = run(chunk, feeds, reference_step)
-    seen, found = watched(chunk, feeds, engine_type)
-    return seen.faults, enough(seen), different(expected, found) == []
+    feeds = make_feeds(2, seed=world.rank)
+
+    def chunk(transport: type[SymmetricMemory]) -> ModelChunk:
+        copies = transport(world.ep_group, NoLog(), partial(FilePeers, world.ep_group))
+        return make(HIDDEN, TWO, copies, world=world)
+
+    plain = chunk(SymmetricMemory)
+    expected = run(plain, feeds, reference_step)
+    seen, found = watched(plain, feeds)
+    freed, _ = watched(plain, feeds, FreesReads)
+    overwritten, _ = watched(chunk(OneBuffer), feeds)
+    return different(expected, found) == [], [each.faults for each in (seen, freed, overwritten)], enough(seen)
 
 
 @pytest.mark.distributed
 def test_one_expert_per_rank(ranks: RankPool) -> None:
-    """Rows 41 and B17: rows arrive in the order that the rank's expert wants, so it saves them as they came."""
-    assert ranks(2, over_ranks, SymmetricMemory, Engine) == [(set(), True, True)] * 2
+    """Rows 41 and B17: rows arrive in the order that the rank's expert wants, so it saves them as they came.
 
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("transport", "engine_type"), [(SymmetricMemory, FreesReads), (OneBuffer, Engine)])
-def test_rows_lost_on_ranks_are_seen(ranks: RankPool, transport: Any, engine_type: type[Engine]) -> None:
-    """Rows 41 and B17, negative control: freed by name, or overwritten by the next layer's and microbatch's."""
-    for faults, _, equal in ranks(2, over_ranks, transport, engine_type):
-        assert ("saved", "1.experts") in faults
-        assert engine_type is Engine or not equal
+    Controls: they are freed by name; those of the next layer and microbatch overwrite them.
+    """
+    for equal, faults, compared in ranks(2, over_ranks):
+        assert equal
+        assert compared
+        assert faults[:2] == [set(), {("saved", "1.attn"), ("saved", "1.experts")}]
+        assert ("saved", "1.experts") in faults[2]

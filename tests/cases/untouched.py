@@ -7,7 +7,7 @@ with another value, and one gradient may be the share of several readers.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from overlap import ModelChunk, Op
 from overlap.check import same_bits
 from overlap.engine import Engine, Feeds, MicrobatchState
-from overlap.lower import Issue
+from overlap.lower import Issue, Piece
 from tests.cases.model import Outcome, run
 
 FORWARDS = (Op.NO_GRAD, Op.FORWARD, Op.REPLAY)
@@ -162,3 +162,16 @@ class FreesGradients(Engine):
         super().issue(issue, owner)
         if self._only not in (None, issue.slot.stage):
             self._gone.clear()
+
+
+class AddsInPlace(Engine):
+    """Control: the gradient of a value is summed in the memory of its first share, whoever else has it."""
+
+    def _gradient(
+        self, seed: float | None, pieces: Sequence[Piece], value: str, owner: MicrobatchState
+    ) -> Tensor | None:
+        shares = [owner.grads[piece] for piece in pieces if piece in owner.grads]
+        total = super()._gradient(seed, pieces, value, owner)
+        if total is not None and len(shares) > 1:
+            shares[0].data.copy_(total)
+        return total

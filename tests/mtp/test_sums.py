@@ -59,7 +59,7 @@ def test_another_order_differs(settings: dict[str, Any]) -> None:
     assert "embedding" in verdict.gradients.different
 
 
-SHARED = [
+SHARED: list[dict[str, Any]] = [
     {"tied": True},
     {"mtp": 2, "mtp_repeat": True},
     {"mtp": 2, "mtp_repeat": True, "tied": True, "mhc": 2},
