@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import overlap.model.head as head_module
 from overlap import ModelChunk, Op, Program, ProgramBuilder, forward_only, train_step
-from overlap.engine import MicrobatchState
+from overlap.check import check_stages
+from overlap.engine import Engine, Feeds, MicrobatchState
 from overlap.lower import Issue
-from overlap.model.chunked_loss import linear_cross_entropy
 from recompute import RecomputeConfig
 from recompute.checkpoint import LayerResult, PlainLayer, checkpoint_layers
-from tests.cases.model import NONE, B, Box, U, Watcher, make_chunk, make_feeds, saved_tensors
-
-OPS = (Op.NO_GRAD, Op.FORWARD, Op.REPLAY)
+from recompute.tape import Tape
+from tests.cases.graveyard import Graveyard, Keeps, buried, containers, live_bytes, live_tensors, reads_of
+from tests.cases.model import NONE, B, Box, U, make_chunk, make_feeds, saved_tensors
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,128 +41,69 @@ def _no_gc() -> Iterator[None]:
     gc.enable()
 
 
-def live_tensors() -> list[Tensor]:
-    return [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-
-
-def live_bytes() -> int:
-    """Bytes of all storages that a Python tensor shows."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in live_tensors()}
-    return sum(storages.values())
-
-
-class Graveyard:
-    """Weak references to all that a step makes: values by name and generation, tensors saved for backward."""
-
-    def __init__(self) -> None:
-        self.values: dict[tuple[int, str, int], weakref.ref[Any]] = {}
-        self.saved: dict[tuple[int, int | None], list[weakref.ref[Box]]] = {}
-        self.failures: list[str] = []
-        self.checked = 0
-        self.watcher = Watcher(self._after)
-
-    def save(self, box: Box) -> None:
-        if self.watcher.slot is not None:
-            _, microbatch, layer, _ = self.watcher.slot
-            self.saved.setdefault((microbatch, layer), []).append(weakref.ref(box))
-
-    def saved_alive(self, microbatch: int, layer: int | None) -> int:
-        return sum(ref() is not None for ref in self.saved.get((microbatch, layer), ()))
-
-    def values_alive(self, microbatch: int, prefix: str) -> list[str]:
-        return [
-            name
-            for (number, name, _), ref in self.values.items()
-            if number == microbatch and name.startswith(prefix) and ref() is not None
-        ]
-
-    def _after(self, issue: Issue, owner: MicrobatchState) -> None:
-        if issue.slot.op in OPS:
-            for key in issue.writes:
-                # Losses are handed back to the caller; they are not intermediates.
-                if key is not None and torch.is_tensor(owner.values[key]) and key[0] not in owner.outputs:
-                    self.values[(owner.number, *key)] = weakref.ref(owner.values[key])
-
-
-class SegmentGraveyard(Graveyard):
-    """Checks, at the first slot after the last backward of a layer, that nothing of it is left."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._done: tuple[int, int] | None = None
-        inner = self.watcher.before
-
-        def before(issue: Issue, owner: MicrobatchState) -> None:
-            self._check()
-            inner(issue, owner)
-            if issue.slot.op is Op.BACKWARD and issue.stage.name == "attn" and issue.stage.layer is not None:
-                self._done = (owner.number, issue.stage.layer)
-
-        self.watcher.before = before  # type: ignore[method-assign]
-
-    def _check(self) -> None:
-        if self._done is None:
-            return
-        (microbatch, layer), self._done = self._done, None
-        self.checked += 1
-        if count := self.saved_alive(microbatch, layer):
-            self.failures.append(f"{count} saved tensors of layer {layer}, microbatch {microbatch}")
-        # counts are kept for the effect, which is applied when the step succeeds
-        alive = [name for name in self.values_alive(microbatch, f"{layer}.") if not name.endswith(".counts")]
-        self.failures += [f"{name} of microbatch {microbatch}" for name in alive]
-
-
 @pytest.mark.parametrize("rule", [U(1), U(2), B(2), NONE], ids=str)
 def test_intermediates_die_with_their_backward(rule: RecomputeConfig) -> None:
     """Row 50: after a layer's backward none of its intermediates lives, the garbage collector being off."""
-    chunk, grave = make_chunk(rule), SegmentGraveyard()
-    with saved_tensors(grave.save):
-        train_step(chunk, make_feeds(2), observers=(grave.watcher,))
+    grave = buried(train_step, make_chunk(rule), make_feeds(2))
     assert grave.failures == []
-    assert grave.checked == 2 * 4
-    assert all(len(grave.saved[mb, layer]) > 20 for mb in range(2) for layer in range(4))
+    assert grave.checked == [(mb, place) for mb in range(2) for place in ("head", 3, 2, 1, 0)]
+    assert all(len(grave.saved[mb, layer]) > 40 for mb in range(2) for layer in range(4))
+    assert {(mb, f"{layer}.hidden", 0) for mb in range(2) for layer in range(4)} <= grave.values.keys()
 
 
-def test_intermediates_that_somebody_keeps_are_seen() -> None:
-    """Row 50: negative control: a value and a saved tensor held from outside are found."""
-    chunk, grave = make_chunk(U(1)), SegmentGraveyard()
-    kept: list[object] = []
+def test_graphs_that_somebody_keeps_are_seen() -> None:
+    """Row 50: negative control: saved tensors held from outside are found."""
+    chunk, feeds = make_chunk(U(1)), make_feeds(1)
+    grave = Graveyard(chunk, feeds)
+    kept: list[Box] = []
 
     def hold(box: Box) -> None:
         grave.save(box)
-        if grave.watcher.slot == (Op.REPLAY, 0, 2, "experts"):
+        if grave.slot == (Op.REPLAY, 0, 2, "experts"):
             kept.append(box)
 
     with saved_tensors(hold):
-        train_step(chunk, make_feeds(1), observers=(grave.watcher,))
-    assert grave.failures == [f"{len(kept)} saved tensors of layer 2, microbatch 0"]
+        train_step(chunk, feeds, observers=(grave,))
+    assert grave.failures[0] == (0, 2, f"{len(kept)} saved tensors")
+    assert (0, 2, "2.dispatched") in grave.failures
+    assert {failure[:2] for failure in grave.failures} == {(0, 2)}
+
+
+def test_storages_that_an_engine_keeps_are_seen() -> None:
+    """Row 50: negative control: every graph and every tensor of the step is dead, but others show their storages."""
+    grave = buried(train_step, make_chunk(U(1)), make_feeds(2), partial(Keeps, [], reads_of))
+    found = {(mb, layer, f"{layer}.tokens") for mb in range(2) for layer in range(4)}
+    assert found <= set(grave.failures)
+    assert not any(what.endswith("saved tensors") for _, _, what in grave.failures)
+
+
+def bytes_of_steps(rule: RecomputeConfig, engine_type: Callable[..., Engine]) -> tuple[int, list[int]]:
+    """Live bytes before the first step, the stages having been checked, and after each of three."""
+    chunk, feeds = make_chunk(rule), make_feeds(2)
+    check_stages(chunk, feeds[0])
+    chunk.checked = True
+    before = live_bytes()
+    sizes = []
+    for _ in range(3):
+        train_step(chunk, feeds, engine_type=engine_type)
+        chunk.zero_grad()
+        sizes.append(live_bytes())
+    return before, sizes
 
 
 @pytest.mark.parametrize("rule", [U(1), U(2), B(2)], ids=str)
 def test_live_bytes_are_flat(rule: RecomputeConfig) -> None:
-    """Row 50: live bytes after steps 2 and 3 are those after step 1."""
-    chunk, feeds = make_chunk(rule), make_feeds(2)
-    sizes = []
-    for _ in range(3):
-        train_step(chunk, feeds)
-        chunk.zero_grad()
-        sizes.append(live_bytes())
-    assert sizes[0] == sizes[1] == sizes[2]
-    leak = torch.zeros(1000)
-    assert live_bytes() == sizes[0] + leak.untyped_storage().nbytes()
+    """Row 50: live bytes after each of three steps are those before the first."""
+    before, sizes = bytes_of_steps(rule, Engine)
+    assert sizes == [before] * 3
 
 
-def containers() -> dict[str, int]:
-    """Sizes of all containers at module level of the two packages, function caches included."""
-    found = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.partition(".")[0] in ("recompute", "overlap"):
-            for name, item in vars(module).items():
-                if isinstance(item, dict | list | set) and not name.startswith("__"):
-                    found[f"{module_name}.{name}"] = len(item)
-                elif hasattr(item, "cache_parameters"):  # functools
-                    found[f"{module_name}.{name}"] = item.cache_info().currsize
-    return found
+def test_bytes_that_live_until_the_next_step_are_seen() -> None:
+    """Row 50: negative control: they are the same after every step, but more than before the first."""
+    kept: list[Tensor] = []
+    before, sizes = bytes_of_steps(U(1), partial(Keeps, kept, reads_of))
+    assert len(set(sizes)) == 1
+    assert sizes[0] > before
 
 
 def planner_sizes(chunk: ModelChunk) -> dict[str, int]:
@@ -206,34 +147,87 @@ def test_a_forward_without_backward_is_forgotten() -> None:
     assert [ref() is not None for ref in kept] == [False] * 3
 
 
+def footprint() -> tuple[int, int, dict[str, int]]:
+    """Live bytes, live tensors, sizes of containers."""
+    return live_bytes(), len(live_tensors()), containers()
+
+
+def growth(run: Callable[[], object]) -> tuple[bool, int]:
+    """Whether the footprint is the same after eleven runs as after one, and how many objects there are more."""
+    run()
+    before = footprint()
+    objects = len(gc.get_objects())
+    for _ in range(10):
+        run()
+    grown = len(gc.get_objects()) - objects
+    return footprint() == before, grown
+
+
+class Stopped(Exception):
+    """What an abandoned step ends with."""
+
+
+class Stops(Engine):
+    """Runs a step's forwards up to the first backward."""
+
+    def _backward(self, issue: Issue, owner: MicrobatchState) -> None:
+        raise Stopped
+
+
+def abandon(chunk: ModelChunk, feeds: list[Feeds]) -> None:
+    """A forward whose backward never comes."""
+    with suppress(Stopped):
+        train_step(chunk, feeds, engine_type=Stops)
+
+
+def abandon_layers(layers: Sequence[PlainLayer]) -> None:
+    """The same without an engine."""
+    output, _ = checkpoint_layers(layers, torch.randn(4, 8), U(1))
+    assert output.requires_grad
+
+
+def test_runs_without_backward_leave_nothing() -> None:
+    """Row 52: neither forward-only runs nor forwards whose backward never comes make anything grow."""
+    chunk, feeds = make_chunk(U(1)), make_feeds(2)
+    layers = [PlainLayer(module=nn.Linear(8, 8)) for _ in range(3)]
+    runs: list[Callable[[], object]] = [
+        torch.no_grad()(partial(forward_only, chunk, feeds)),
+        partial(abandon, chunk, feeds),
+        partial(abandon_layers, layers),
+    ]
+    for run in runs:
+        same, grown = growth(run)
+        assert same
+        assert grown < 10
+
+
+@pytest.mark.parametrize(("keep", "seen"), [(list, "tensors"), (len, "nothing"), (lambda outputs: [0], "objects")])
+def test_a_cache_on_a_chunk_is_seen(keep: Callable[[Any], object], seen: str) -> None:
+    """Row 52: negative control: a list on the chunk takes each run's outputs, or a handle that shows no tensor."""
+    chunk, feeds = make_chunk(U(1)), make_feeds(2)
+    taken: list[object] = []
+    chunk.taken = taken
+
+    same, grown = growth(lambda: taken.append(keep(forward_only(chunk, feeds))))
+    assert same == (seen != "tensors")
+    assert (grown >= 10) == (seen != "nothing")
+
+
 @pytest.mark.parametrize("rule", [NONE, U(1), U(2)], ids=str)
-def test_loss_inputs_die_with_the_loss_backward(rule: RecomputeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Row 53: the loss's input, and what the head's graph saved, are dead right after the head's backward."""
-    grave = Graveyard()
-    inputs: dict[int, weakref.ref[Tensor]] = {}
-    real = linear_cross_entropy
-    alive_at: list[tuple[str, int, bool, bool]] = []
+def test_loss_inputs_die_with_the_loss_backward(rule: RecomputeConfig) -> None:
+    """Row 53: at the slot after the head's backward what it read, and what its graph saved, are dead."""
+    grave = buried(train_step, make_chunk(rule), make_feeds(3))
+    assert grave.failures == []
+    assert {(mb, "head") for mb in range(3)} <= set(grave.checked)
+    assert {(mb, "3.hidden", 0) for mb in range(3)} <= grave.values.keys()
+    assert all(len(grave.saved[mb, "head"]) > 5 for mb in range(3))
 
-    def cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor, *, ignored: int) -> Tensor:
-        if grave.watcher.slot is not None:
-            inputs[grave.watcher.slot[1]] = weakref.ref(hidden)
-        return real(hidden, weight, labels, ignored=ignored)
 
-    def look(issue: Issue, owner: MicrobatchState) -> None:
-        grave._after(issue, owner)
-        if issue.stage.name == "head":
-            mb = owner.number
-            alive_at.append((issue.slot.op.value, mb, inputs[mb]() is not None, grave.saved_alive(mb, None) > 1))
-
-    grave.watcher = Watcher(look)
-    monkeypatch.setattr(head_module, "linear_cross_entropy", cross_entropy)
-    with saved_tensors(grave.save):
-        train_step(make_chunk(rule), make_feeds(3), observers=(grave.watcher,))
-    # Tensors of microbatch m outside layers: one is the embedding's ids, the others are the head's.
-    assert [item for item in alive_at if item[0] == "F"] == [("F", mb, True, True) for mb in range(3)]
-    assert [item for item in alive_at if item[0] == "B"] == [("B", mb, False, False) for mb in range(3)]
-    assert len(inputs) == 3
-    assert not any(grave.values_alive(mb, "3.hidden") for mb in range(3))
+@pytest.mark.parametrize("what", [reads_of, lambda tape: [tape]], ids=["reads", "tape"])
+def test_loss_inputs_that_an_engine_keeps_are_seen(what: Callable[[Tape], list[Any]]) -> None:
+    """Row 53: negative control: an engine keeps what the head read, or its tape."""
+    grave = buried(train_step, make_chunk(U(1)), make_feeds(3), partial(Keeps, [], what))
+    assert {(mb, "head", "3.hidden") for mb in range(3)} <= set(grave.failures)
 
 
 class Holder:

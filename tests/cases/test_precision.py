@@ -11,6 +11,7 @@ import torch
 from overlap import ModelChunk, forward_only, reference_step, train_step
 from overlap.contiguous import contiguous_step
 from overlap.engine import Engine
+from overlap.errors import ProgramError
 from overlap.model import Decoder
 from overlap.verify import verify
 from recompute import RecomputeConfig, Replay
@@ -81,7 +82,7 @@ def test_an_undeclared_scale_is_refused():
     class Undeclared(RoundedExperts):
         state = ()
 
-    with pytest.raises(Exception, match=r"changes buffer .*scale' in place"):
+    with pytest.raises(ProgramError, match=r"changes buffer .*scale' in place"):
         train_step(make(StandInBackend(Undeclared), U(1)), make_feeds(2))
 
 

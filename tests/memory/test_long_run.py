@@ -13,7 +13,7 @@ from overlap.chunk import ModelChunk
 from overlap.memory.trivial import Trivial
 from recompute import RecomputeConfig
 from recompute.config import Replay
-from tests.cases.test_memory import containers, live_bytes
+from tests.cases.graveyard import containers, live_bytes
 from tests.memory.compare import decoder, tokens, uniform
 
 SETTLED = 20

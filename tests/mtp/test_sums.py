@@ -59,7 +59,7 @@ def test_another_order_differs(settings: dict[str, Any]) -> None:
     assert "embedding" in verdict.gradients.different
 
 
-SHARED = [
+SHARED: list[dict[str, Any]] = [
     {"tied": True},
     {"mtp": 2, "mtp_repeat": True},
     {"mtp": 2, "mtp_repeat": True, "tied": True, "mhc": 2},
@@ -121,7 +121,11 @@ def test_uses_added_straight_to_grad_differ(settings: dict[str, Any], dtype: str
         assert any(name.startswith("mtp.") for name in changed)
 
 
-@pytest.mark.parametrize(("settings", "delay", "rule"), two_by_two((False, True), (NONE, U(1))), ids=str)
+@pytest.mark.parametrize(
+    ("settings", "delay", "rule"),
+    [*two_by_two((False, True), (NONE, U(1))), ({**SHARED[2], "attention": "gqa"}, True, U(1))],
+    ids=str,
+)
 def test_every_parameter_is_touched_once_per_microbatch(
     settings: dict[str, Any], delay: bool, rule: RecomputeConfig
 ) -> None:
@@ -150,11 +154,12 @@ def test_every_parameter_is_touched_once_per_microbatch(
     assert different(expected, dict(sums)) == ()
 
 
+@pytest.mark.parametrize("attention", ["mla", "gqa"])
 @pytest.mark.parametrize("mhc", [None, 2])
 @pytest.mark.parametrize("repeat", [False, True])
-def test_depths_have_weight_gradient_slots(mhc: int | None, repeat: bool) -> None:
+def test_depths_have_weight_gradient_slots(mhc: int | None, repeat: bool, attention: str) -> None:
     """B20: the projections of a depth and its layer's weights are drained; the embedding waits for all its readers."""
-    chunk = make(U(1), delay=True, mtp=2, mhc=mhc, mtp_repeat=repeat)
+    chunk = make(U(1), delay=True, mtp=2, mhc=mhc, mtp_repeat=repeat, attention=attention)
     ran: list[Any] = []
 
     class Noting:

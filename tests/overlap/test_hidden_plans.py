@@ -213,7 +213,7 @@ def test_values_of_a_replay_die_at_their_last_use() -> None:
 def test_nothing_goes_while_it_is_needed(
     order: Order, kinds: str, config: RecomputeConfig, delayed: bool, shape: dict[str, Any]
 ) -> None:
-    """B31 and rows 41, 44, 45 (the plan's part): a value goes once, after its last use, whatever aliases it.
+    """Plan only: a value goes once, after its last use; what that does to storages is tests/cases/test_release.py's.
 
     A share of a gradient is made once, and summed once, after it was made.
     """

@@ -246,7 +246,7 @@ class WatchHead:
 
 
 def test_what_the_head_read_dies_with_its_backward() -> None:
-    """Row B30 of reference/megatron.md: the loss stage keeps nothing through a combined forward and backward."""
+    """Row 53, B30 of reference/megatron.md: the loss stage keeps nothing through a combined forward and backward."""
     config = small(layers=2)
     pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
     watch = WatchHead()
