@@ -57,9 +57,8 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: A feed that is missing or unknown, a bad `accumulate`, a single call that is not the last,
-            losses scaled otherwise than in the calls before it, a number of microbatches that the schedule does not
-            take; ranks with different settings.
+        ConfigError: Bad feeds, `accumulate`, `last`; another scale than in calls before; microbatches that the
+            schedule does not take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
     pipeline.bind_replaced()
