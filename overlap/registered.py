@@ -6,16 +6,15 @@ objects. A conversion, `load_state_dict(assign=True)` or an assignment may put o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_values = methodcaller("values")
 _dtype = attrgetter("dtype")
 
 
@@ -23,8 +22,8 @@ _dtype = attrgetter("dtype")
 class Registered:
     """Parameters, buffers and parts of a module and of all its parts, at one moment."""
 
-    places: tuple[Mapping[str, Any], ...]
-    """Where they are registered."""
+    places: tuple[Collection[Any], ...]
+    """Live views of the tables that they are registered in."""
     held: tuple[Any, ...]
     tensors: tuple[Tensor, ...]
     """Those of `held` that are tensors."""
@@ -34,14 +33,15 @@ class Registered:
     @classmethod
     def of(cls, module: nn.Module) -> Registered:
         """What a module holds now."""
-        places = tuple(place for part in module.modules() for place in (part._parameters, part._buffers, part._modules))
-        held = tuple(chain.from_iterable(map(_values, places)))
+        tables = (table for part in module.modules() for table in (part._parameters, part._buffers, part._modules))
+        places = tuple(table.values() for table in tables)
+        held = tuple(chain.from_iterable(places))
         tensors = tuple(item for item in held if isinstance(item, Tensor))
         return cls(places=places, held=held, tensors=tensors, dtypes=tuple(map(_dtype, tensors)))
 
     def still(self) -> bool:
         """Whether the module holds the same now, of the same types; asked in every step, so no walk over its parts."""
-        now = tuple(chain.from_iterable(map(_values, self.places)))
+        now = tuple(chain.from_iterable(self.places))
         return (
             len(now) == len(self.held)
             and all(map(is_, now, self.held))
