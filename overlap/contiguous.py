@@ -19,7 +19,7 @@ from overlap.ir import Effect, Program, Stage
 from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.scale import check_scale
-from overlap.step import Losses, apply_effects, check_feeds
+from overlap.step import Losses, apply_effects, check_feeds, rollback
 from recompute.checkpoint import LayerResult, check_contiguous, checkpoint_layers
 from recompute.config import RecomputeConfig, Replay
 from recompute.precision import Precision, capture_precision, no_autocast
@@ -44,7 +44,7 @@ def contiguous_step(
     precision = capture_precision(chunk.device.type)
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(number, feeds, scale, first) for number, feeds in enumerate(microbatches)]
-    with no_autocast(chunk.device.type):
+    with rollback(chunk.program), no_autocast(chunk.device.type):
         for owner, config in zip(states, chunk.configs(len(states)), strict=True):
             _microbatch(chunk, owner, config, precision)
     apply_effects(chunk.program, states)

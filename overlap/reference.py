@@ -19,7 +19,7 @@ from overlap.chunk import ModelChunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
 from overlap.parallel.agree import compare_collectives
-from overlap.step import Losses, apply_effects, check_accumulate, check_feeds
+from overlap.step import Losses, apply_effects, check_accumulate, check_feeds, rollback
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
 from recompute.wgrad import adding_in_place
@@ -41,7 +41,7 @@ def reference_step(
     precision = capture_precision(chunk.device.type)
     states = []
     begin_call(chunk)
-    with no_autocast(chunk.device.type), chunk.parallel.whole():
+    with rollback(chunk.program), no_autocast(chunk.device.type), chunk.parallel.whole():
         for number, feeds in enumerate(microbatches):
             owner = MicrobatchState(number, feeds, call.scale, chunk.first_draw(len(microbatches)))
             _microbatch(chunk, owner, precision)

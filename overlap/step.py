@@ -201,8 +201,8 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds], *, trains: bool
     Raises:
         ConfigError: Names the microbatch and the feed.
     """
-    if not microbatches:
-        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one")
+    if not isinstance(microbatches, Sequence) or not microbatches:
+        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one, in a list")
     wanted = {source.name for source in program.inputs}
     for number, feeds in enumerate(microbatches):
         if set(feeds) != wanted:

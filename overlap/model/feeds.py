@@ -6,7 +6,7 @@ Legend: B rows, S positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -31,6 +31,8 @@ def check_feeds(config: ModelConfig, feeds: Mapping[str, Any]) -> None:
         raise ConfigError(field="ids", value=_kind(ids), rule="must be int64 of shape [rows, positions]")
     if ids.numel() == 0:
         raise ConfigError(field="ids", value=_kind(ids), rule="must hold at least one row and one position")
+    if _on_host(ids):
+        _check_within("ids", _contents(ids), config.vocab, "must")
     length = ids.shape[1]
     if length > config.max_seq:
         rule = f"must be at least the sequence length ({length})"
@@ -58,10 +60,15 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     """On a device a label outside the vocabulary makes the loss NaN instead."""
     if not _on_host(labels):
         return
-    outside = [label for label in _contents(labels) if label != IGNORED and not 0 <= label < vocab]
+    given = [label for label in _contents(labels) if label != IGNORED]
+    _check_within("labels", given, vocab, f"must be {IGNORED} (no loss) or")
+
+
+def _check_within(name: str, contents: Sequence[int], vocab: int, rule: str) -> None:
+    outside = [entry for entry in contents if not 0 <= entry < vocab]
     if outside:
-        rule = f"must be {IGNORED} (no loss) or lie in 0 to vocab - 1 ({vocab - 1})"
-        raise ConfigError(field="labels", value=[min(outside), max(outside)], rule=rule)
+        rule = f"{rule} lie in 0 to vocab - 1 ({vocab - 1})"
+        raise ConfigError(field=name, value=[min(outside), max(outside)], rule=rule)
 
 
 def _check_padding(config: ModelConfig, feeds: Mapping[str, Any], ids: Tensor) -> None:

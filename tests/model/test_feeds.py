@@ -25,6 +25,8 @@ IDS = torch.zeros(2, 8, dtype=torch.int64)
         ("ids", [1, 2], "must be int64 of shape"),
         ("ids", IDS[:0], r"torch.int64 \(0, 8\)': must hold at least one row and one position"),
         ("ids", IDS[:, :0], r"torch.int64 \(2, 0\)': must hold at least one row and one position"),
+        ("ids", IDS + 32, r"\[32, 32\]: must lie in 0 to vocab - 1 \(31\)"),
+        ("ids", IDS - 1, r"\[-1, -1\]: must lie in 0"),
         ("labels", IDS[:, :7], "of the shape of ids"),
         ("labels", IDS.float(), "must be torch.int64"),
         ("labels", IDS, "must be -100 .* where padding_mask says"),

@@ -234,6 +234,7 @@ def test_a_failed_first_step_is_checked_again() -> None:
     ("feeds", "message"),
     [
         ([], r"microbatches=\[\]: a step needs at least one"),
+        (iter(()), "microbatches=.*: a step needs at least one, in a list"),
         ([{"ids": 1}], r"microbatches\[0\]=\['ids'\]: must feed exactly \['ids', 'target'\]"),
         ([*tiny_feeds(1), {}], r"microbatches\[1\]=\[\]: must feed exactly"),
         ([{**tiny_feeds(1)[0], "mask": 1}], r"microbatches\[0\]=\['ids', 'mask', 'target'\]: must feed exactly"),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
+from overlap.contiguous import contiguous_step
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import Op, Program
 from overlap.lanes import NullLanes
@@ -56,9 +57,25 @@ class Scaled(nn.Module):
         return b.build()
 
 
-def scaled_chunk(**settings: Any) -> ModelChunk:
+class Unshared(Scaled):
+    """The same without a shared weight: every layer reads its input alone."""
+
+    def program(self) -> Program:
+        b = ProgramBuilder()
+        x = b.input("x", needs_grad=True)
+        for index in range(2):
+            with b.layer(index):
+                (x,) = b.compute(
+                    "mix", lambda x, index=index: self.layer(index, x, self.weights[index]), x, outputs=("x",),
+                    parameters=(self.weights[index],), state=(self.get_buffer(f"scale_{index}"),),
+                )  # fmt: skip
+        b.loss(b.compute("head", lambda x: x.square().mean(), x, outputs=("loss",))[0])
+        return b.build()
+
+
+def scaled_chunk(model: type[Scaled] = Scaled, **settings: Any) -> ModelChunk:
     torch.manual_seed(0)
-    return ModelChunk(Scaled(), order="plain", **settings)
+    return ModelChunk(model(), order="plain", **settings)
 
 
 def fed(microbatches: int) -> list[dict[str, Tensor]]:
@@ -179,4 +196,16 @@ def test_leftovers_leave_state_as_it_was() -> None:
     before = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
     with pytest.raises(RuntimeError, match="do not consume what they make"):
         train_step(chunk, fed(1), engine_type=Hoard)
+    assert all(torch.equal(buffer, before[name]) for name, buffer in chunk.named_buffers())
+
+
+@pytest.mark.parametrize("step", [reference_step, contiguous_step, train_step])
+def test_a_microbatch_that_does_not_fit_leaves_state_as_it_was(step: Any) -> None:
+    """The first one has moved it when the second one fails."""
+    chunk = scaled_chunk(Unshared)
+    step(chunk, fed(1))
+    before = {name: buffer.clone() for name, buffer in chunk.named_buffers()}
+    assert not all(torch.equal(buffer, torch.ones(WIDTH)) for buffer in before.values())
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        step(chunk, [*fed(1), {"x": torch.ones(3, WIDTH + 1)}])
     assert all(torch.equal(buffer, before[name]) for name, buffer in chunk.named_buffers())
