@@ -32,7 +32,7 @@ def check_feeds(config: ModelConfig, feeds: Mapping[str, Any]) -> None:
     if ids.numel() == 0:
         raise ConfigError(field="ids", value=_kind(ids), rule="must hold at least one row and one position")
     if _on_host(ids):
-        _check_within("ids", _contents(ids), config.vocab, "must")
+        _check_within("ids", _contents(ids), "vocab", config.vocab)
     length = ids.shape[1]
     if length > config.max_seq:
         rule = f"must be at least the sequence length ({length})"
@@ -61,13 +61,13 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     if not _on_host(labels):
         return
     given = [label for label in _contents(labels) if label != IGNORED]
-    _check_within("labels", given, vocab, f"must be {IGNORED} (no loss) or")
+    _check_within("labels", given, "vocab", vocab, f"must be {IGNORED} (no loss) or")
 
 
-def _check_within(name: str, contents: Sequence[int], vocab: int, rule: str) -> None:
-    outside = [entry for entry in contents if not 0 <= entry < vocab]
+def _check_within(name: str, contents: Sequence[int], size: str, count: int, rule: str = "must") -> None:
+    outside = [entry for entry in contents if not 0 <= entry < count]
     if outside:
-        rule = f"{rule} lie in 0 to vocab - 1 ({vocab - 1})"
+        rule = f"{rule} lie in 0 to {size} - 1 ({count - 1})"
         raise ConfigError(field=name, value=[min(outside), max(outside)], rule=rule)
 
 
@@ -101,13 +101,8 @@ def _check_packing(ends: Any, ids: Tensor) -> None:
 
 
 def _check_positions(positions: Tensor, max_seq: int) -> None:
-    if not _on_host(positions) or positions.numel() == 0:
-        return
-    contents = _contents(positions)
-    least, most = min(contents), max(contents)
-    if least < 0 or most >= max_seq:
-        rule = f"must lie in 0 to max_seq - 1 ({max_seq - 1})"
-        raise ConfigError(field="positions", value=[least, most], rule=rule)
+    if _on_host(positions):
+        _check_within("positions", _contents(positions), "max_seq", max_seq)
 
 
 def _on_host(tensor: Tensor) -> bool:
