@@ -82,7 +82,8 @@ def allocator_peak(run: Callable[[], object]) -> int:
 
     What the call returns must be small: it counts until the profiler stops.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # One cycle either way; without acc_events torch 2.11 warns that later cycles drop the events of earlier ones.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         run()
     results = profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]
