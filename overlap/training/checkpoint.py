@@ -13,6 +13,7 @@ from overlap.chunk import ModelChunk
 from recompute.errors import ConfigError
 
 FORMAT = 1
+_PARTS = {"format", "config", "model", "optimizer", "rng"}
 
 
 def save_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
@@ -25,7 +26,12 @@ def save_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         chunk: The model.
         optimizer: Its optimizer.
         config: What a resumed run must agree on.
+
+    Raises:
+        ConfigError: There is a folder.
     """
+    if path.is_dir():
+        raise ConfigError(field="save", value=str(path), rule="must be a file to write, not a folder")
     payload = {
         "format": FORMAT,
         "config": dict(config),
@@ -53,9 +59,11 @@ def load_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         ) from error
     except Exception as error:
         raise ConfigError(field="resume", value=str(path), rule="must be a checkpoint of this program") from error
-    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT or payload.keys() != _PARTS:
         raise ConfigError(field="resume", value=str(path), rule=f"must be a checkpoint of format {FORMAT}")
     check_config(path, payload["config"], config)
+    if payload["model"].keys() != chunk.state_dict().keys():
+        raise ConfigError(field="resume", value=str(path), rule="holds another model: other parameters or buffers")
     chunk.load_state_dict(payload["model"])
     optimizer.load_state_dict(payload["optimizer"])
     torch.set_rng_state(payload["rng"])

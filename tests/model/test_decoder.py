@@ -12,8 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from overlap.chunk import ModelChunk
+from overlap.dispatch import LocalTransport
 from overlap.ir import Program
 from overlap.model import Decoder, ModelConfig, init_weights
+from overlap.model.cut import Cut
 from overlap.model.head import IGNORED, Head
 from overlap.step import train_step
 from overlap.training.rows import cut_rows
@@ -159,6 +161,28 @@ def test_sequence_longer_than_the_tables(run_program: Run, make_feeds: Any) -> N
     model = Decoder(ModelConfig(layers=1, max_seq=7))
     with pytest.raises(ConfigError, match=r"max_seq=7: .*\(8\)"):
         run_program(model.program(), make_feeds(1, 8))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"config": None}, {"config": ModelConfig}, {"transport": LocalTransport}, {"transport": None}, {"seed": None},
+        {"seed": 1.0}, {"cut": (0, 1)}, {"border": None}, {"cut": Cut(first=0, end=2, opens=True, closes=True)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must "):
+        Decoder(**{"config": ModelConfig(layers=1), **bad})
+
+
+@pytest.mark.parametrize(
+    "bad", [{"first": None}, {"first": 2}, {"end": 1.0}, {"end": True}, {"opens": 1}, {"closes": "no"}]
+)
+def test_cuts(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        Cut(**{"first": 0, "end": 1, "opens": True, "closes": True, **bad})
 
 
 class Doubled(nn.Module):
