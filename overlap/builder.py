@@ -191,6 +191,8 @@ class ProgramBuilder:
         Returns:
             Handles of `outputs` then `nondiff`.
         """
+        if not callable(adjoint):
+            raise ProgramError(f"stage {name}: adjoint={adjoint!r} must be a function (R11)")
         names = self._names(name, outputs, nondiff, pins)
         stage = Stage(
             layer=self._layer,

@@ -135,6 +135,9 @@ class TwoForms:
     graph_only: Callable[..., Any]
     """Called alike, leaves the same graph, and returns tensors of the outputs' shapes and types without numbers."""
 
+    def __post_init__(self) -> None:
+        check_fields("two forms of a stage function", self, {})
+
     def __call__(self, *reads: Any, **keywords: Any) -> Any:
         """Call it whole."""
         return self.whole(*reads, **keywords)

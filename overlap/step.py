@@ -338,6 +338,7 @@ def engine_on(
         observers: Watch the step.
         engine_type: What runs the plans.
     """
+    check_kind("observers", observers, Sequence, "a list of observers")
     for observer in observers:
         check_kind("observers", observer, Observer, "observers: each has before() and after()")
     first = chunks[0]

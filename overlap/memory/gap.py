@@ -30,10 +30,19 @@ def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
     Raises:
         ConfigError: The chunk has a list of configs of another length, or there is no microbatch.
     """
-    check_chunk(chunk)
-    check_count("num_microbatches", num_microbatches, at_least=1)
+    check_step(chunk, num_microbatches)
     trained = chunk.program.trained()
     return tuple(gap_of(chunk.planner, config, trained) for config in chunk.configs(num_microbatches))
+
+
+def check_step(chunk: ModelChunk, num_microbatches: int) -> None:
+    """Refuse what is no step of a chunk.
+
+    Raises:
+        ConfigError: There is no chunk, or no microbatch.
+    """
+    check_chunk(chunk)
+    check_count("num_microbatches", num_microbatches, at_least=1)
 
 
 def gap_of(planner: Planner, config: RecomputeConfig, trained: frozenset[StageKey]) -> Gap:

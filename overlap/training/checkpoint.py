@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
+from recompute.checks import check_kind
 from recompute.errors import ConfigError
 
 FORMAT = 1
@@ -28,8 +29,10 @@ def save_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         config: What a resumed run must agree on.
 
     Raises:
-        ConfigError: There is a folder.
+        ConfigError: There is a folder; `path` is no Path, or `chunk` no ModelChunk.
     """
+    check_chunk(chunk)
+    check_kind("save", path, Path, "a Path")
     if path.is_dir():
         raise ConfigError(field="save", value=str(path), rule="must be a file to write, not a folder")
     payload = {
@@ -51,6 +54,8 @@ def load_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
     Raises:
         ConfigError: The file is missing, no checkpoint, or of another config (names the fields that differ).
     """
+    check_chunk(chunk)
+    check_kind("resume", path, Path, "a Path")
     try:
         payload = torch.load(path, weights_only=True)
     except OSError as error:

@@ -6,18 +6,28 @@ from typing import Any
 
 import pytest
 
-from overlap.memory import gaps_of
+from overlap.memory import MemoryRecorder, SegmentCounter, StorageTracker, footprints_of, gaps_of
 from recompute import ConfigError
 from tests.overlap.programs import tiny_chunk
 
 
 @pytest.mark.parametrize("number", [None, 0, 2.0, "2", True])
 def test_a_step_has_a_number_of_microbatches(number: Any) -> None:
-    with pytest.raises(ConfigError, match=r"num_microbatches=.*: must be an integer of at least 1"):
-        gaps_of(tiny_chunk("M"), number)
+    ask: Any
+    for ask in (gaps_of, SegmentCounter):
+        with pytest.raises(ConfigError, match=r"num_microbatches=.*: must be an integer of at least 1"):
+            ask(tiny_chunk("M"), number)
 
 
 def test_a_gap_is_of_a_chunk() -> None:
     module: Any = tiny_chunk("M").module
-    with pytest.raises(ConfigError, match="must be a ModelChunk"):
-        gaps_of(module, 2)
+    ask: Any
+    for ask in (gaps_of, SegmentCounter, footprints_of):
+        with pytest.raises(ConfigError, match="must be a ModelChunk"):
+            ask(module, 2)
+
+
+def test_a_recorder_needs_a_tracker() -> None:
+    tracker: Any = StorageTracker
+    with pytest.raises(ConfigError, match=r"tracker=.*: must be a StorageTracker\(\)"):
+        MemoryRecorder(tracker, ())

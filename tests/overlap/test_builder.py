@@ -141,3 +141,16 @@ def test_only_handles_are_read() -> None:
     ):
         with pytest.raises(ProgramError, match=r"'x' must be a Value, as input\(\), compute\(\) and comm\(\) return"):
             use()
+
+
+def test_functions_are_functions() -> None:
+    b = ProgramBuilder()
+    x, none = b.input("x"), as_any(None)
+    with pytest.raises(ProgramError, match=r"stage send: adjoint=None must be a function \(R11\)"):
+        b.comm("send", nothing, x, outputs=("y",), adjoint=none)
+    with pytest.raises(ProgramError, match="two forms of a stage function: graph_only=1 must be Callable"):
+        b.compute("attn", nothing, x, outputs=("y",), graph_only=as_any(1))
+
+
+def as_any(value: Any) -> Any:
+    return value

@@ -96,8 +96,11 @@ def test_last(step: Any, last: Any) -> None:
 
 
 def test_observers_watch() -> None:
-    observers: Any = [MemoryRecorder]
     chunk = reader(none())
+    nobody: Any = None
+    with pytest.raises(ConfigError, match="observers=None: must be a list of observers"):
+        train_step(chunk, GOOD, observers=nobody)
+    observers: Any = [MemoryRecorder]
     with pytest.raises(ConfigError, match=r"^observers=.*: must be observers: each has before\(\) and after\(\)"):
         train_step(chunk, GOOD, observers=observers)
     assert chunk.steps_done == 0

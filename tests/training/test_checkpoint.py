@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,3 +138,15 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^save=.*: must be a file to write, not a folder"):
         save_checkpoint(tmp_path / ".", *make(), CONFIG)
     assert list(tmp_path.parent.glob("*.partial")) == []
+
+
+def test_arguments(tmp_path: Path) -> None:
+    chunk, optimizer = make()
+    bad: list[tuple[Any, Any, str]] = [
+        (tmp_path / "saved.pt", chunk.module, "must be a ModelChunk"), (str(tmp_path / "x"), chunk, "must be a Path")
+    ]  # fmt: skip
+    for path, model, rule in bad:
+        for use in (save_checkpoint, load_checkpoint):
+            with pytest.raises(ConfigError, match=rule):
+                use(path, model, optimizer, CONFIG)
+    assert list(tmp_path.iterdir()) == []
