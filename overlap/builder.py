@@ -142,10 +142,10 @@ class ProgramBuilder:
         Returns:
             Handles of `outputs` then `nondiff`.
         """
-        names = self._names(name, (*outputs, *nondiff), (*pins, *(value for value, _ in effects)))
+        names = self._names(name, outputs, nondiff, pins, [value for value, _ in effects])
         stage = Stage(
             layer=self._layer, name=name, lane=Lane.COMPUTE,
-            reads=tuple(value.name for value in reads),
+            reads=_read(name, reads),
             writes=tuple(names.values()),
             forward=forward if graph_only is None else TwoForms(forward, graph_only),
             nondiff=frozenset(names[short] for short in nondiff),
@@ -191,12 +191,14 @@ class ProgramBuilder:
         Returns:
             Handles of `outputs` then `nondiff`.
         """
-        names = self._names(name, (*outputs, *nondiff), pins)
+        if not callable(adjoint):
+            raise ProgramError(f"stage {name}: adjoint={adjoint!r} must be a function (R11)")
+        names = self._names(name, outputs, nondiff, pins)
         stage = Stage(
             layer=self._layer,
             name=name,
             lane=lane,
-            reads=tuple(value.name for value in reads),
+            reads=_read(name, reads),
             writes=tuple(names.values()),
             forward=forward,
             nondiff=frozenset(names[short] for short in nondiff),
@@ -209,7 +211,8 @@ class ProgramBuilder:
 
     def loss(self, value: Value, weight: float = 1.0) -> None:
         """Start the backward pass from this scalar, scaled by `weight` and the step's loss scale."""
-        self._losses.append(Loss(value.name, weight))
+        (name,) = _read("loss", (value,))
+        self._losses.append(Loss(name, weight))
 
     def build(self, outputs: Sequence[Value] = ()) -> Program:
         """Check the stages and return them as a Program.
@@ -221,7 +224,7 @@ class ProgramBuilder:
             stages=(*self._weights(), *self._stages),
             inputs=tuple(self._inputs),
             losses=tuple(self._losses),
-            outputs=tuple(value.name for value in outputs),
+            outputs=_read("outputs", outputs),
             mtp_layers=frozenset(self._mtp),
             feed_checks=tuple(self._feed_checks),
             first_layer=self._first_layer,
@@ -246,14 +249,22 @@ class ProgramBuilder:
             ),
         )
 
-    def _names(self, stage: str, written: Sequence[str], used: Sequence[str]) -> dict[str, str]:
+    def _names(
+        self,
+        stage: str,
+        outputs: Sequence[str],
+        nondiff: Sequence[str],
+        pins: Sequence[str],
+        effects: Sequence[str] = (),
+    ) -> dict[str, str]:
         """Full names of what a stage writes; what it pins or has effects on must be among it."""
         if self._layer is None and stage == WEIGHTS:
             raise ProgramError(f"stage {stage} writes the parameters that parameter() shares: choose another name")
+        written = _listed(stage, outputs=outputs, nondiff=nondiff)
         names = {short: self._name(short) for short in written}
         if len(names) < len(written):
             raise ProgramError(f"stage {self._name(stage)} names a written value twice: {written}")
-        for short in used:
+        for short in _listed(stage, pins=pins, effects=effects):
             if short not in names:
                 raise ProgramError(
                     f"stage {self._name(stage)}: {short!r} is pinned or has an effect but is not written"
@@ -262,3 +273,20 @@ class ProgramBuilder:
 
     def _name(self, short: str) -> str:
         return short if self._layer is None else f"{self._layer}.{short}"
+
+
+def _listed(stage: str, **given: Sequence[str]) -> tuple[str, ...]:
+    """Names out of several lists of names; a single text would be taken for its letters."""
+    for argument, names in given.items():
+        if type(names) not in (tuple, list) or not all(isinstance(name, str) for name in names):
+            raise ProgramError(f"stage {stage}: {argument}={names!r} must be a tuple or list of names")
+    return tuple(name for names in given.values() for name in names)
+
+
+def _read(what: str, values: Iterable[Value]) -> tuple[str, ...]:
+    """Names of the values behind handles."""
+    values = tuple(values)
+    for value in values:
+        if not isinstance(value, Value):
+            raise ProgramError(f"{what}: {value!r} must be a Value, as input(), compute() and comm() return")
+    return tuple(value.name for value in values)

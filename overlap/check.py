@@ -38,6 +38,9 @@ def check_stages(chunk: ModelChunk, feeds: Feeds) -> None:
             it, draws from a generator that no step seeds, changes what it reads, writes other values than it declares,
             has an adjoint of wrong length or shape, or a graph_only that leaves another graph; a loss is no scalar.
     """
+    for stage in chunk.program.stages:
+        if not all(torch.is_tensor(buffer) for buffer in stage.state):
+            raise ProgramError(f"stage {stage.label}: state={stage.state!r} must be the tensors that it changes")
     device_type = chunk.device.type
     run = partial(_run, chunk, capture_precision(device_type))
     with no_autocast(device_type):

@@ -7,7 +7,9 @@ Program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+from functools import partial
+from types import MappingProxyType, NoneType
+from typing import Any, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +23,8 @@ from overlap.plan import Planner, segments_of
 from overlap.registered import Registered
 from overlap.scale import LossScale, PerMicrobatch
 from overlap.selective import check_modules
-from recompute.config import Keep, RecomputeConfig, Replay
+from recompute.checks import check_integer, check_kind
+from recompute.config import Keep, RecomputeConfig, Replay, check_bool, check_count
 from recompute.errors import ConfigError
 from recompute.keep import HOST_ONLY, Sharded, Stores
 
@@ -34,6 +37,7 @@ _COMPARED = frozenset({"recompute", "seed", "loss_scale"})
 Configs = RecomputeConfig | tuple[RecomputeConfig, ...]
 
 
+@runtime_checkable
 class HasProgram(Protocol):
     """What a module must have beside being an nn.Module."""
 
@@ -63,7 +67,8 @@ class ModelChunk(nn.Module):
 
     Raises:
         ConfigError: float16 parameters; `recompute` is no config, names a module that the model does not have, or wants
-            `shards` that are not there; `delay_wgrad` is no bool; `lead` is more than its layers.
+            `shards` that are not there; `lead` is more than its layers; another argument is not what it should be, as
+            a class in place of an instance.
         ScheduleError: No built-in order has that name.
     """
 
@@ -82,8 +87,6 @@ class ModelChunk(nn.Module):
         world: World = SOLO,
     ) -> None:
         super().__init__()
-        if not isinstance(delay_wgrad, bool):
-            raise ConfigError(field="delay_wgrad", value=delay_wgrad, rule="must be True or False")
         self.module = module
         self.recompute = recompute
         hidden = any(config.replay is Replay.HIDDEN for config in _each(self.recompute))
@@ -110,7 +113,7 @@ class ModelChunk(nn.Module):
         """Make the program of this module; a copy of the chunk binds to its own module."""
         _check_dtypes(self.module)
         self.parallel.bound()
-        program = cast(HasProgram, self.module).program()
+        program = _program_of(self.module)
         self.planner = Planner(program, self.order, delayed=self.delay_wgrad, lead=self.lead)
         self.program: Program = program
         self.parameter_names = {id(parameter): name for name, parameter in self.module.named_parameters()}
@@ -150,6 +153,8 @@ class ModelChunk(nn.Module):
             raise ConfigError(field=name, value=value, rule=rule)
         if name == "shards" and "planner" in self.__dict__:
             self._check_recompute(self.recompute, value)
+        if name in _CHECKS:
+            _CHECKS[name](name, value)
         super().__setattr__(name, value)
         if name in _COMPARED:
             self.agreed = False
@@ -276,6 +281,45 @@ class ModelChunk(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch does not annotate it
         self._bind()
+
+
+_CHECKS: Mapping[str, Callable[[str, Any], object]] = MappingProxyType(
+    {
+        "module": partial(check_kind, kind=nn.Module, what="an nn.Module with a method program()"),
+        "delay_wgrad": check_bool,
+        "seed": check_integer,
+        "loss_scale": partial(check_kind, kind=LossScale, what="a loss scale, as PerMicrobatch() or PerToken()"),
+        "lanes": partial(check_kind, kind=Lanes, what="lanes, as NullLanes() or StreamLanes(device)"),
+        "shards": partial(check_kind, kind=(Sharded, NoneType), what="a Sharded(group) or None"),
+        "world": partial(check_kind, kind=World, what="a World, as SOLO"),
+        "steps_done": partial(check_count, at_least=0),
+    }
+)
+"""Of settings that are looked at no more once they are set."""
+
+
+def check_chunk(chunk: object) -> None:
+    """Refuse anything but a ModelChunk, as the module that one is made of.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    if not isinstance(chunk, ModelChunk):
+        raise ConfigError(field="chunk", value=type(chunk).__name__, rule="must be a ModelChunk: make one of the model")
+
+
+def _program_of(module: nn.Module) -> Program:
+    """The program of a module.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if isinstance(module, HasProgram):
+        program = module.program()
+        if isinstance(program, Program):
+            return program
+    rule = "must have a method program() that returns a Program, as ProgramBuilder.build() does"
+    raise ConfigError(field="module", value=type(module).__name__, rule=rule)
 
 
 def _check_dtypes(module: nn.Module) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Effect, Program, Stage
 from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.scale import check_scale
-from overlap.step import Losses, apply_effects, check_feeds, rollback
+from overlap.step import Losses, apply_effects, check_accumulate, check_feeds, rollback
 from recompute.checkpoint import LayerResult, check_contiguous, checkpoint_layers
 from recompute.config import RecomputeConfig, Replay
 from recompute.precision import Precision, capture_precision, no_autocast
@@ -35,8 +35,10 @@ def contiguous_step(
             losses.
         ProgramError: A layer reads more than its input, or the stages after the layers do.
     """
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
+    check_accumulate(accumulate, True)
     for config in chunk.configs(len(microbatches)):
         check_contiguous(config)
     check_scale(chunk.module, chunk.loss_scale)

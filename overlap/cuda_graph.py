@@ -23,7 +23,7 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
 from overlap.scale import PerMicrobatch
@@ -101,6 +101,7 @@ class GraphedStep:
     """
 
     def __init__(self, chunk: ModelChunk, run: Step = train_step) -> None:
+        check_chunk(chunk)
         check_recordable(chunk)
         self._chunk = chunk
         self._run = run

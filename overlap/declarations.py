@@ -97,6 +97,10 @@ def _check_declarations(stage: Stage) -> None:
         for value in values:
             if value not in stage.writes:
                 raise ProgramError(f"stage {stage.label}: {what} names {value!r}, which it does not write")
+    if not set(stage.sheds) <= set(range(len(stage.reads))):
+        raise ProgramError(
+            f"stage {stage.label}: sheds={stage.sheds} must be places among its {len(stage.reads)} reads"
+        )
     for value in stage.pins:
         if value not in stage.nondiff:
             raise ProgramError(f"stage {stage.label} pins {value!r}: only a value without gradient can be pinned (R7)")

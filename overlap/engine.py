@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ Feeds = Mapping[str, Any]
 """One microbatch as the caller gives it: a value per Program input."""
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Watches a step; sees each issue before its values are freed."""
 

@@ -11,10 +11,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from overlap.declarations import NAME, check_program
+from overlap.declared_kinds import check_fields
 from overlap.errors import ScheduleError
+from recompute.checks import check_kind
 from recompute.modules import RecomputeModule
 
 StageKey = tuple[int | None, str]
@@ -81,6 +83,7 @@ class Slot:
         Raises:
             ScheduleError: The text is no slot.
         """
+        check_kind("text", text, str, "text")
         match = _SLOT.fullmatch(text.strip())
         if match is None:
             raise ScheduleError(f"{text!r} is no slot: write op, microbatch, layer, stage, as F0.3.dispatch")
@@ -102,9 +105,11 @@ def parse_schedule(text: str) -> Schedule:
     Raises:
         ScheduleError: A word is no slot.
     """
+    check_kind("text", text, str, "text")
     return tuple(Slot.parse(word) for word in text.split())
 
 
+@runtime_checkable
 class Trainable(Protocol):
     """What the planner needs of a parameter: whether it trains (R6)."""
 
@@ -129,6 +134,9 @@ class TwoForms:
     whole: Callable[..., Any]
     graph_only: Callable[..., Any]
     """Called alike, leaves the same graph, and returns tensors of the outputs' shapes and types without numbers."""
+
+    def __post_init__(self) -> None:
+        check_fields("two forms of a stage function", self, {})
 
     def __call__(self, *reads: Any, **keywords: Any) -> Any:
         """Call it whole."""
@@ -250,6 +258,12 @@ class Program:
     _trained: dict[tuple[bool, ...], frozenset[StageKey]] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_fields("program", self, _KINDS)
+        for stage in self.stages:
+            check_fields(f"stage {stage.label}", stage, _KINDS)
+        effects = [effect for stage in self.stages for effect in stage.effects]
+        for declared in (*self.inputs, *self.losses, *self.step_states, *effects):
+            check_fields(type(declared).__name__.lower(), declared, _KINDS)
         check_program(self)
 
     @cached_property
@@ -338,6 +352,12 @@ class Program:
         stages = [stage for layer in layers for stage in self.layer_stages[layer]]
         written = {value for stage in stages for value in stage.writes}
         return tuple(dict.fromkeys(v for stage in stages for v in stage.reads if v not in written))
+
+
+_KINDS = {
+    kind.__name__: kind for kind in (Effect, Input, Lane, Loss, RecomputeModule, Stage, StepState, Trainable)
+}  # fmt: skip
+"""Classes that the fields of a Program and of what it holds name."""
 
 
 def _with_gradient(stage: Stage) -> list[str]:

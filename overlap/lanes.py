@@ -6,7 +6,7 @@ The engine tells a Lanes object when an issue begins and ends; streams and event
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from overlap.ir import Lane, StageKey
 from overlap.lower import Event, Issue, Key, Piece
@@ -42,6 +42,7 @@ class Owner(Protocol):
         """What `end` returned for its earlier issues that signal."""
 
 
+@runtime_checkable
 class Lanes(Protocol):
     """Streams, or what stands for them."""
 

@@ -17,7 +17,9 @@ from pathlib import Path
 from overlap.errors import ScheduleError
 from overlap.ir import Op
 from overlap.order_tables import EXPOSED, HIDDEN
-from recompute.config import Replay
+from recompute.checks import check_kind
+from recompute.config import Replay, parse_choice
+from recompute.errors import ConfigError
 
 REST = "*"
 STAGE_NAMES = frozenset({"attn", "shared", "dispatch", "experts", "combine", "post", "post_attn", "mtp_post"})
@@ -45,6 +47,11 @@ class Order:
     name: str
     steps: tuple[Step, ...]
 
+    def __post_init__(self) -> None:
+        check_kind("name", self.name, str, "the order's name")
+        if type(self.steps) is not tuple or not all(isinstance(step, Step) for step in self.steps):
+            raise ConfigError(field="steps", value=self.steps, rule="must be a tuple of steps: see Order.parse")
+
     def __str__(self) -> str:
         return " ".join(str(step) for step in self.steps)
 
@@ -67,7 +74,9 @@ class Order:
 
         Raises:
             ScheduleError: A word is no step, or a step stands twice.
+            ConfigError: There is no text.
         """
+        check_kind("text", text, str, "a text table")
         words = [word for line in text.splitlines() for word in line.split("#")[0].split()]
         steps: list[Step] = []
         for index, word in enumerate(words):
@@ -100,10 +109,12 @@ def get_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:
 
     Raises:
         ScheduleError: There is none.
+        ConfigError: `replay` is no such time.
     """
-    if name not in EXPOSED:
+    if name not in ORDER_NAMES:
         raise ScheduleError(f"order {name!r} is unknown: choose one of {', '.join(ORDER_NAMES)}")
-    return Order.parse(name, HIDDEN.get(name, EXPOSED[name]) if replay is Replay.HIDDEN else EXPOSED[name])
+    hidden = parse_choice(Replay, "replay", replay) is Replay.HIDDEN
+    return Order.parse(name, HIDDEN.get(name, EXPOSED[name]) if hidden else EXPOSED[name])
 
 
 def load_order(name: str, replay: Replay = Replay.JUST_IN_TIME) -> Order:

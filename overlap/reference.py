@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from overlap.accumulation import begin_call, end_call, next_call
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
 from overlap.parallel.agree import compare_collectives
@@ -34,6 +34,7 @@ def reference_step(
     total_tokens: int | None = None,
 ) -> list[Losses]:
     """Forward and backward of all microbatches through plain autograd; arguments and results as train_step's."""
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     check_accumulate(accumulate, last)

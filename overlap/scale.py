@@ -9,10 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
 
+from recompute.checks import check_integer, check_kind
 from recompute.config import check_count
 from recompute.errors import ConfigError
 
 
+@runtime_checkable
 class LossScale(Protocol):
     """Gives a step's factor on the loss gradients. One that also says `per_token` is checked against the model."""
 
@@ -83,6 +85,10 @@ class PerToken:
     """Name of the feed that holds the labels."""
     ignore_index: int = -100
     """Label of tokens that carry no loss."""
+
+    def __post_init__(self) -> None:
+        check_kind("labels", self.labels, str, "the name of a feed")
+        check_integer("ignore_index", self.ignore_index)
 
     def factor(self, microbatches: Sequence[Mapping[str, Any]], accumulate: int, total_tokens: int | None) -> float:
         """One over the tokens of all calls; with one call they are counted here (at least 1).

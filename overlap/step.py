@@ -7,7 +7,7 @@ steps the optimizer or updates the expert bias.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from overlap.accumulation import begin_call, end_call, next_call
 from overlap.check import check_stages
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.ir import Program
 from overlap.lanes import Lanes
@@ -26,6 +26,8 @@ from overlap.parallel.agree import agree, compare_collectives
 from overlap.plan import FORWARD_SIDE, StepPlan
 from overlap.signature import comm_signature
 from recompute import state
+from recompute.checks import check_kind
+from recompute.config import check_bool, check_count
 from recompute.errors import ConfigError
 from recompute.precision import capture_precision, no_autocast
 from recompute.rng import default_generators
@@ -68,6 +70,7 @@ def train_step(
         ScheduleError: The order does not fit the program.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches, trains=torch.is_grad_enabled())
     check_accumulate(accumulate, last)
@@ -80,10 +83,9 @@ def train_step(
     kept = replayed_feeds(chunk, len(microbatches))
     first, scale = chunk.first_draw(len(microbatches)), call.scale
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
-    running = [plan for plan, _ in plans]
     begin_call(chunk)
     with rollback(chunk.program) as before:
-        with engine_for(chunk, running, observers, engine_type, reduce=last) as engine:
+        with engine_for(chunk, [plan for plan, _ in plans], observers, engine_type, reduce=last) as engine:
             for plan, numbers in plans:
                 engine.run(plan, {side: states[number] for side, number in numbers.items()})
         for owner, feeds in zip(states, microbatches, strict=True):
@@ -137,6 +139,7 @@ def forward_only(
     Returns:
         Each microbatch's losses and outputs.
     """
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches, trains=False)
     plan = chunk.planner.forward_plan()
@@ -201,13 +204,8 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds], *, trains: bool
     Raises:
         ConfigError: Names the microbatch and the feed.
     """
-    if not isinstance(microbatches, Sequence) or not microbatches:
-        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one, in a list")
-    wanted = {source.name for source in program.inputs}
+    check_names(microbatches, {source.name for source in program.inputs})
     for number, feeds in enumerate(microbatches):
-        if set(feeds) != wanted:
-            rule = f"must feed exactly {sorted(wanted)}"
-            raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
         if trains:
             _check_gradients(program, number, feeds)
         for check in program.feed_checks:
@@ -216,6 +214,21 @@ def check_feeds(program: Program, microbatches: Sequence[Feeds], *, trains: bool
             except ConfigError as error:
                 error.add_note(f"in microbatch {number} of the step")
                 raise
+
+
+def check_names(microbatches: Sequence[Feeds], wanted: Collection[str]) -> None:
+    """Refuse microbatches that are no list of mappings from these names.
+
+    Raises:
+        ConfigError: Names the microbatch.
+    """
+    if not isinstance(microbatches, Sequence) or not microbatches:
+        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one, in a list")
+    for number, feeds in enumerate(microbatches):
+        if not isinstance(feeds, Mapping) or set(feeds) != wanted:
+            given = sorted(map(str, feeds)) if isinstance(feeds, Mapping) else type(feeds).__name__
+            rule = f"must feed exactly {sorted(wanted)}"
+            raise ConfigError(field=f"microbatches[{number}]", value=given, rule=rule)
 
 
 def _check_gradients(program: Program, number: int, feeds: Feeds) -> None:
@@ -236,8 +249,8 @@ def check_accumulate(accumulate: int, last: bool) -> None:
     Raises:
         ConfigError: Names the argument.
     """
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(field="accumulate", value=accumulate, rule="must be an integer of at least 1")
+    check_count("accumulate", accumulate, at_least=1)
+    check_bool("last", last)
     if accumulate == 1 and not last:
         raise ConfigError(field="last", value=last, rule="a single call is the last: give accumulate= too")
 
@@ -325,6 +338,9 @@ def engine_on(
         observers: Watch the step.
         engine_type: What runs the plans.
     """
+    check_kind("observers", observers, Sequence, "a list of observers")
+    for observer in observers:
+        check_kind("observers", observer, Observer, "observers: each has before() and after()")
     first = chunks[0]
     device = first.device
     engine = engine_type(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from recompute.checks import check_kind
 from recompute.config import RecomputeConfig, Replay, check_bool, check_count
 from recompute.errors import ConfigError
 
@@ -64,6 +65,7 @@ def read_flags(flags: Mapping[str, object] | Namespace) -> FlagSettings:
         ConfigError: A name is unknown, or a value breaks a rule; names the flag.
     """
     given: Mapping[str, object] = vars(flags) if isinstance(flags, Namespace) else flags
+    check_kind("flags", given, Mapping, "a mapping from names to values, or an argparse.Namespace")
     for name, value in given.items():
         if name not in FLAG_NAMES:
             rule = f"is not a known flag; known are {', '.join(FLAG_NAMES)}"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from recompute.checks import check_kind
 from recompute.config import Method, RecomputeConfig, check_count
 from recompute.errors import ConfigError
 
@@ -29,6 +30,8 @@ class RecomputeSegment:
     def __post_init__(self) -> None:
         """Check the layer numbers."""
         layers = self.layers
+        if type(layers) is not tuple or not all(type(layer) is int for layer in layers):
+            raise ConfigError(field="layers", value=layers, rule="must be a tuple of integers")
         if not layers or layers[0] < 0 or layers != tuple(range(layers[0], layers[0] + len(layers))):
             raise ConfigError(field="layers", value=layers, rule="must be consecutive layer numbers from 0 up")
 
@@ -71,8 +74,9 @@ def plan_segments(num_decoder_layers: int, num_mtp_layers: int, config: Recomput
         The segments in layer order; empty if nothing is recomputed.
 
     Raises:
-        ConfigError: A count is no integer of at least 0.
+        ConfigError: A count is no integer of at least 0, or `config` no config.
     """
+    check_kind("config", config, RecomputeConfig, "a RecomputeConfig")
     check_count("num_decoder_layers", num_decoder_layers, at_least=0)
     check_count("num_mtp_layers", num_mtp_layers, at_least=0)
     if config.method is None or config.num_layers is None:

@@ -15,7 +15,7 @@ FOLDERS = (*PACKAGES, "tests", "benchmarks", "examples")
 PURE = (
     *(f"overlap.pipeline_model.{name}" for name in ("actions", "costs", "layout", "memory", "run", "trace")),
     "overlap.recordings",
-    *(f"recompute.{name}" for name in ("config", "errors", "flags", "modules", "planner", "segments")),
+    *(f"recompute.{name}" for name in ("checks", "config", "errors", "flags", "modules", "planner", "segments")),
     *(
         f"overlap.{name}"
         for name in (
@@ -24,6 +24,7 @@ PURE = (
             "clocks",
             "costs",
             "declarations",
+            "declared_kinds",
             "errors",
             "expand",
             "hidden",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -77,12 +78,14 @@ def make_bench(options: Options, world: World) -> Bench:
     # More threads wait for each other on a shared machine, and gain little on small shapes.
     torch.set_num_threads(options.threads)
     device = torch.device(options.device) if world.groups is None else world.device
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            field="device", value=options.device, rule="this machine or this torch build has no such device"
-        )
+    _check_there(device.type)
     works = Works()
     return Bench(world=world, device=device, works=works, lanes=_lanes(device, works, world))
+
+
+def _check_there(device: str) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(field="device", value=device, rule="this machine or this torch build has no such device")
 
 
 def make_decoder_chunk(
@@ -181,6 +184,7 @@ def _fix_route(module: nn.Module, options: Options) -> None:
 
 def random_microbatches(options: Options, step: int) -> list[Feeds]:
     """Microbatches of random tokens; each step's are others, the same for the same options."""
+    _check_there(options.device)
     if options.program:
         _, feeds = load_own_model(options.program)(options.seed + step, options.microbatches)
         return [to_device(item, options.device) for item in feeds]
@@ -204,16 +208,25 @@ def load_own_model(name: str) -> OwnModel:
     """Import `module:function`.
 
     Raises:
-        ConfigError: There is no such module or function.
+        ConfigError: There is no such module or function, or it takes or, when called, returns something else.
     """
     module_name, _, function_name = name.partition(":")
-    rule = "must be MODULE:FUNCTION, importable from the current folder"
+    rule = "must be MODULE:FUNCTION, importable from the current folder; FUNCTION takes a seed and a count"
     if not module_name or not function_name:
         raise ConfigError(field="program", value=name, rule=rule)
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
         function: OwnModel = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
+        inspect.signature(function).bind(0, 1)
+    except (ImportError, AttributeError, TypeError) as error:
         raise ConfigError(field="program", value=name, rule=f"{rule} ({error})") from error
-    return function
+    return partial(_call_own_model, name, function)
+
+
+def _call_own_model(name: str, function: OwnModel, seed: int, microbatches: int) -> Any:
+    made: object = function(seed, microbatches)
+    if type(made) is not tuple or len(made) != 2 or not isinstance(made[0], nn.Module) or type(made[1]) is not list:
+        rule = "must return a module and the list of its microbatches"
+        raise ConfigError(field="program", value=name, rule=rule)
+    return made

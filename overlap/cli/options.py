@@ -13,6 +13,7 @@ from overlap.cli.backend_options import (
 )
 from overlap.cli.parallel_options import (
     RANK_TRANSPORTS,
+    ROUTES,
     ParallelOptions,
     capacity_of,
     describe_parallel,
@@ -154,6 +155,9 @@ def read_options(args: argparse.Namespace) -> Options:
         capacity=capacity_of(args),
     )
     parallel = read_parallel(args)
+    if parallel.route != ROUTES[0] and model.dense_layers == model.layers and not model.mtp:
+        rule = "has no effect: no layer of the model has experts"
+        raise ConfigError(field="route", value=parallel.route, rule=rule)
     seq = own_length(args.seq, parallel)
     if min(args.seq) < 1:
         raise ConfigError(field="seq", value=min(args.seq), rule="must be at least 1")
@@ -173,7 +177,7 @@ def read_options(args: argparse.Namespace) -> Options:
     return Options(
         model=model,
         recompute=read_recompute(args),
-        order=args.order or ("plain" if args.program else DEFAULT_ORDER),
+        order=_default_order(args) if args.order is None else args.order,
         delay_wgrad=args.delay_wgrad,
         lead=args.lead,
         seq=seq,
@@ -189,6 +193,10 @@ def read_options(args: argparse.Namespace) -> Options:
         json=args.json,
         parallel=parallel,
     )
+
+
+def _default_order(args: argparse.Namespace) -> str:
+    return "plain" if args.program else DEFAULT_ORDER
 
 
 def _check_own_model(args: argparse.Namespace) -> None:

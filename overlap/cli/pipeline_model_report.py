@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,18 @@ def _row(number: int, rank: dict[str, Any]) -> list[str]:
     return [str(number), *times, *counts, *([f"{rank['peak_bytes'] / _MIB:,.0f}"] if "peak_bytes" in rank else [])]
 
 
+def check_ends(start: float, end: float) -> None:
+    """Refuse a picture that does not begin before its end.
+
+    Raises:
+        ConfigError: Names the option.
+    """
+    if not end < math.inf:
+        raise ConfigError(field="to_ms", value=end, rule="must be finite")
+    if not 0 <= start < end:
+        raise ConfigError(field="from_ms", value=start, rule="must be from 0 to below the picture's end")
+
+
 def write_pipeline(run: PipelineRun, out: Path, start: float, end: float | None) -> dict[str, str]:
     """Write OUT/timeline.json and OUT/timeline.png; returns their paths.
 
@@ -46,8 +59,7 @@ def write_pipeline(run: PipelineRun, out: Path, start: float, end: float | None)
         ConfigError: The picture would begin behind its end.
     """
     last = run.milliseconds if end is None else end
-    if not 0 <= start < last:
-        raise ConfigError(field="from_ms", value=start, rule="must be from 0 to below the picture's end")
+    check_ends(start, last)
     trace, picture = out / "timeline.json", out / "timeline.png"
     trace.write_text(json.dumps(pipeline_trace(run)), encoding="utf-8")
     draw_pipeline(run, picture, start=start, end=last)

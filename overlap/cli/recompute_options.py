@@ -42,7 +42,7 @@ def read_recompute(args: argparse.Namespace) -> RecomputeConfig:
     Raises:
         ConfigError: Names field, value and rule.
     """
-    modules = tuple(args.recompute_modules.split(",")) if args.recompute_modules else ()
+    modules = () if args.recompute_modules is None else tuple(args.recompute_modules.split(","))
     method = None if args.method == NO_METHOD else args.method
     granularity = args.granularity
     if granularity is None:

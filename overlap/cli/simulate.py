@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
+from overlap.cli.folders import file_at
 from overlap.cli.modelled import Modelled, add_options, describe, read_modelled
 from overlap.cli.pipeline_model_options import (
     Pipeline,
@@ -53,12 +53,13 @@ def run(args: argparse.Namespace) -> int:
     pipeline = read_pipeline(args, modelled)
     if pipeline is not None:
         return _run_pipeline(args, modelled, pipeline)
+    written = None if args.write is None else file_at("write", args.write)
     payload = _report(modelled)
     if args.search:
         found = search(modelled.system, queues=args.for_queues or QUEUES, seed=args.seed or 0)
         payload["search"] = _found(modelled, found)
-        if args.write is not None:
-            Path(args.write).write_text(format_order(found.order), encoding="utf-8")
+        if written is not None:
+            written.write_text(format_order(found.order), encoding="utf-8")
     if args.json:
         print_json(payload)
     else:

@@ -16,7 +16,7 @@ from overlap.cli.pipeline_model_options import (
     read_pipeline,
     simulate_pipeline,
 )
-from overlap.cli.pipeline_model_report import show_pipeline, write_pipeline
+from overlap.cli.pipeline_model_report import check_ends, show_pipeline, write_pipeline
 from overlap.cli.report import console, print_json
 from overlap.draw_timeline import draw_timelines
 from overlap.recordings import load_recording
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     simulated = measure_step(modelled.system, modelled.microbatches, modelled.queues)
     timelines = (simulated, *recorded)
     last = max(timeline.end for timeline in timelines) if args.to_ms is None else args.to_ms
-    if not 0 <= args.from_ms < last:
-        raise ConfigError(field="from_ms", value=args.from_ms, rule="must be from 0 to below the picture's end")
+    check_ends(args.from_ms, last)
     out = folder_at("out", args.out)
     trace, picture = out / "timeline.json", out / "timeline.png"
     trace.write_text(json.dumps(chrome_trace(timelines)), encoding="utf-8")

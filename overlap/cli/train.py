@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from overlap.chunk import ModelChunk
 from overlap.cli.build import build_chunk, parallel, to_device
+from overlap.cli.folders import file_at, folder_at
 from overlap.cli.graph_options import add_graph_option, check_graph
 from overlap.cli.options import Options, add_shared_options, describe, read_options
 from overlap.cli.parallel_options import add_parallel_options, joined
@@ -111,11 +112,13 @@ def report(options: Options, args: argparse.Namespace, reports: list[StepReport]
 
 
 def _check_places(args: argparse.Namespace, *, several: bool) -> None:
-    """Refuse a folder for one process to write, and a file for several ranks."""
+    """Refuse a folder for one process to write, a file for several ranks, and what cannot be made, before training."""
     if args.save is not None and several and Path(args.save).is_file():
         raise ConfigError(field="save", value=args.save, rule="must be a folder to write, not a file: there are ranks")
-    if args.save is not None and not several and Path(args.save).is_dir():
-        raise ConfigError(field="save", value=args.save, rule="must be a file to write, not a folder")
+    if args.save is not None and several:
+        folder_at("save", args.save)
+    elif args.save is not None:
+        file_at("save", args.save)
     if args.resume is not None and several and Path(args.resume).is_file():
         raise ConfigError(field="resume", value=args.resume, rule="one file holds the run of one process only")
 

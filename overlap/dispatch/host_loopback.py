@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from overlap.dispatch.round_trip import RoundTrip
-from recompute.errors import ConfigError
+from recompute.checks import check_positive
 
 
 class HostLoopback(RoundTrip):
@@ -22,12 +22,11 @@ class HostLoopback(RoundTrip):
         scale: Share of the rows' bytes that make the trip; above 1 they make it more than once.
 
     Raises:
-        ConfigError: `scale` is not above 0.
+        ConfigError: `scale` is no finite number above 0.
     """
 
     def __init__(self, scale: float = 1.0) -> None:
-        if not scale > 0:
-            raise ConfigError(field="loopback_scale", value=scale, rule="must be above 0")
+        check_positive("loopback_scale", scale)
         self.scale = scale
         self._host = torch.empty(0, dtype=torch.uint8)
 

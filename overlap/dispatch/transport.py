@@ -15,7 +15,7 @@ NOTE [ What a library's transport plugs into ]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,6 +25,7 @@ from overlap.dispatch.routing import Routing
 Gradients = Sequence[Tensor | None]
 
 
+@runtime_checkable
 class Transport(Protocol):
     """Moves rows sorted by expert to the ranks that own the experts, and back. N rows of width C; M rows arrive.
 

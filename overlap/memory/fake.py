@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 
 
 @contextmanager
@@ -22,6 +22,7 @@ def fake_chunk(build: Callable[[], ModelChunk]) -> Iterator[ModelChunk]:
     with FakeTensorMode() as mode:
         with _casts(mode):
             chunk = build()
+        check_chunk(chunk)
         zero_gradients(chunk)
         yield chunk
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Engine, Feeds
 from overlap.ir import Op, Program, StageKey
 from overlap.lanes import NullLanes
@@ -33,6 +33,7 @@ from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
 from overlap.selective import rebuilt_parts
 from overlap.side import Side
+from overlap.step import check_names
 from recompute import state
 from recompute.config import RecomputeConfig
 from recompute.keep import span
@@ -90,10 +91,13 @@ def take_footprint(
         inside: What operators allocate and free within themselves.
 
     Raises:
+        ConfigError: There is no chunk, or the microbatch does not feed it.
         ProgramError: A stage keeps a tensor that no table of the engine holds, or writes an object whose tensors
             cannot be seen (anything but tensors, tuples, lists and dicts of them).
     """
+    check_chunk(chunk)
     program = chunk.program
+    check_names([feeds], {source.name for source in program.inputs})
     where = chunk.device.type
     precision = capture_precision(where)
     facts: dict[bool, dict[Kind, Facts]] = {}

@@ -13,7 +13,9 @@ from overlap.chunk import ModelChunk
 from overlap.ir import Program, StageKey
 from overlap.memory.bins import Bin, Peaks
 from overlap.memory.facts import Facts, Footprint, Kind
+from overlap.memory.gap import check_step
 from overlap.memory.refs import Source
+from recompute.checks import check_kind
 from recompute.segments import Segments
 
 _IN_FLIGHT = 2
@@ -29,7 +31,12 @@ def formula(chunk: ModelChunk, footprint: Footprint, num_microbatches: int) -> P
         chunk: Gives the configs.
         footprint: Gives I and A: the largest of any segment, and of any layer.
         num_microbatches: Of the step.
+
+    Raises:
+        ConfigError: An argument is not what it should be.
     """
+    check_step(chunk, num_microbatches)
+    check_kind("footprint", footprint, Footprint, "a Footprint, as take_footprint gives it")
     trained = chunk.program.trained()
     facts = footprint.facts[chunk.delay_wgrad]
     graph = max((graph_bytes(chunk.program, facts, layer) for layer in chunk.program.layers), default=0)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.ir import StageKey
 from overlap.keeping import STORED
 from overlap.lower import Issue, Key
 from overlap.plan import Planner
-from recompute.config import Keep, RecomputeConfig
+from recompute.config import Keep, RecomputeConfig, check_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,21 @@ def gaps_of(chunk: ModelChunk, num_microbatches: int) -> tuple[Gap, ...]:
     """The gap of each microbatch of a step, from its own recompute config.
 
     Raises:
-        ConfigError: The chunk has a list of configs of another length.
+        ConfigError: The chunk has a list of configs of another length, or there is no microbatch.
     """
+    check_step(chunk, num_microbatches)
     trained = chunk.program.trained()
     return tuple(gap_of(chunk.planner, config, trained) for config in chunk.configs(num_microbatches))
+
+
+def check_step(chunk: ModelChunk, num_microbatches: int) -> None:
+    """Refuse what is no step of a chunk.
+
+    Raises:
+        ConfigError: There is no chunk, or no microbatch.
+    """
+    check_chunk(chunk)
+    check_count("num_microbatches", num_microbatches, at_least=1)
 
 
 def gap_of(planner: Planner, config: RecomputeConfig, trained: frozenset[StageKey]) -> Gap:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from torch.profiler import ProfilerActivity, profile
 
 from overlap.check import check_stages
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds
 from overlap.memory.bins import Highest
 from overlap.memory.facts import Footprint
@@ -68,6 +68,7 @@ def measure_peak(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> int:
 
     Feeds, parameters, their `.grad` and buffers are there before and do not count.
     """
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     zero_gradients(chunk)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.lower import Issue
@@ -25,7 +25,7 @@ from overlap.memory.refs import OUTSIDE_REF, Ref, Source
 from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import StepPlan
-from overlap.step import step_plans
+from overlap.step import check_names, step_plans
 from recompute.config import Keep
 from recompute.keep import shard_length
 
@@ -245,7 +245,12 @@ def footprints_of(chunk: ModelChunk, microbatches: Sequence[Feeds], *, constants
         chunk: From `fake_chunk`, inside its context.
         microbatches: Only shapes and types are used.
         constants: Whether constants in graphs count.
+
+    Raises:
+        ConfigError: There is no chunk, or the microbatches do not feed it.
     """
+    check_chunk(chunk)
+    check_names(microbatches, {source.name for source in chunk.program.inputs})
     layouts = [Layout.of(dict(feeds)) for feeds in microbatches]
     found: list[Footprint] = []
     for number, feeds in enumerate(microbatches):

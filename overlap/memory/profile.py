@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 from overlap.check import check_stages
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds
 from overlap.memory.bins import Peaks, Usage
 from overlap.memory.fake import fake_chunk, zero_gradients
@@ -97,6 +97,7 @@ def profile_step(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds])
 
 def measure_step(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> Measured:
     """Run one training step and count; the chunk's gradients are set to zero first and then hold the step's."""
+    check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches)
     zero_gradients(chunk)

@@ -11,6 +11,7 @@ from overlap.lower import Issue, Key
 from overlap.memory.bins import Border, Claims, Usage, sum_bins
 from overlap.memory.gap import Gap, slot_text
 from overlap.memory.tracker import Pending, StorageTracker, pending_tensors
+from recompute.checks import check_kind
 
 
 class MemoryRecorder:
@@ -19,9 +20,13 @@ class MemoryRecorder:
     Args:
         tracker: Follows the storages.
         gaps: One per microbatch, as `gaps_of` gives them.
+
+    Raises:
+        ConfigError: There is no tracker.
     """
 
     def __init__(self, tracker: StorageTracker, gaps: Sequence[Gap]) -> None:
+        check_kind("tracker", tracker, StorageTracker, "a StorageTracker()")
         self._tracker = tracker
         self._gaps = gaps
         # The tables, not their owners: they are empty after the step, so nothing lives longer for having been watched.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from overlap.chunk import ModelChunk
 from overlap.engine import MicrobatchState
 from overlap.lower import Issue
+from overlap.memory.gap import check_step
 
 
 class SegmentCounter:
@@ -14,11 +15,15 @@ class SegmentCounter:
         chunk: Its configs say which layer of which microbatch is in which segment.
         num_microbatches: Of the step.
 
+    Raises:
+        ConfigError: There is no chunk, or no microbatch.
+
     Attributes:
         peak: Most segments whose graphs were alive at once, over all microbatches; 0 if nothing is recomputed.
     """
 
     def __init__(self, chunk: ModelChunk, num_microbatches: int) -> None:
+        check_step(chunk, num_microbatches)
         trained = chunk.program.trained()
         configs = chunk.configs(num_microbatches)
         self._segment_of = [chunk.planner.side(config, trained).segment_of for config in configs]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from overlap.ir import Lane
+from recompute.config import check_bool, check_count
 from recompute.errors import ConfigError
 
 
@@ -17,7 +18,7 @@ class Cut:
     """Consecutive decoder layers, with or without what stands before and after them.
 
     Raises:
-        ConfigError: The layers are no range.
+        ConfigError: The layers are no range, or `opens` or `closes` no bool.
     """
 
     first: int
@@ -30,7 +31,11 @@ class Cut:
     """Whether it holds the MTP depths and the head."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.first <= self.end:
+        check_count("first", self.first, at_least=0)
+        check_count("end", self.end, at_least=0)
+        check_bool("opens", self.opens)
+        check_bool("closes", self.closes)
+        if self.first > self.end:
             rule = "must be a range of layers: first, end with 0 <= first <= end"
             raise ConfigError(field="cut", value=(self.first, self.end), rule=rule)
 
@@ -45,6 +50,7 @@ class Cut:
         return range(self.first, self.end)
 
 
+@runtime_checkable
 class Border(Protocol):
     """The two ends of a part: where the residual state comes from, and where it goes."""
 

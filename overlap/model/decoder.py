@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import NoneType
 from typing import cast
 
 import torch
@@ -30,6 +31,7 @@ from overlap.model.rope import Rotary
 from overlap.model.sequences import sequence_feeds
 from overlap.model.weights import Weights
 from overlap.transfers import RECEIVE, SEND
+from recompute.checks import check_integer, check_kind
 from recompute.errors import ConfigError
 
 _LOCAL = LocalTransport()
@@ -54,6 +56,9 @@ class Decoder(nn.Module):
         border: What joins a part to the others.
         split_embedding: Whether the MTP depths and a tied head read a copy of the embedding, `late_embedding`. The
             last part of a cut model always does; each copy adds up its own gradient.
+
+    Raises:
+        ConfigError: An argument is not what it should be, or `cut` has layers that the config has not.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Decoder(nn.Module):
         split_embedding: bool = False,
     ) -> None:
         super().__init__()
+        _check_arguments(config, transport, seed, cut, border)
         self.config = config
         rotary = Rotary(config)
         with default_dtype(DTYPES[config.dtype]):
@@ -240,3 +246,13 @@ class Decoder(nn.Module):
                 state, output = module.build(b, weights, MTPEntry(module, depth, opening), reads)
             outputs.append(output)
         return outputs
+
+
+def _check_arguments(config: ModelConfig, transport: object, seed: object, cut: Cut | None, border: object) -> None:
+    check_kind("config", config, ModelConfig, "a ModelConfig")
+    check_kind("transport", transport, Transport, "a transport, as LocalTransport()")
+    check_integer("seed", seed)
+    check_kind("cut", cut, (Cut, NoneType), "a Cut or None")
+    check_kind("border", border, Border, "a border, as NO_BORDER")
+    if cut is not None and cut.end > config.layers:
+        raise ConfigError(field="cut", value=cut, rule=f"must end within the model's layers ({config.layers})")

@@ -5,10 +5,12 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -100,8 +102,7 @@ class Head(AnyHead):
             logits = functional_call(projection, frozen, (hidden,))
         else:
             logits = projection(hidden)
-        wide: Tensor = logits.to(wide_dtype(logits.dtype))
-        return F.cross_entropy(wide, labels, ignore_index=IGNORED, reduction="sum")
+        return _cross_entropy(logits.to(wide_dtype(logits.dtype)), labels)
 
 
 class TiedHead(AnyHead):
@@ -111,6 +112,18 @@ class TiedHead(AnyHead):
         """Without logits."""
         (weight,) = tied
         return linear_cross_entropy(hidden, weight.detach() if detach else weight, labels, ignored=IGNORED)
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross entropy over tokens: [T, V], [T] -> scalar; labels outside the vocabulary as without logits.
+
+    torch's own would fail on the device, which takes the process with it: here loss and gradients are NaN.
+    """
+    given = labels.masked_fill(labels == IGNORED, 0)
+    unknown = (given < 0) | (given >= logits.shape[-1])
+    total = F.cross_entropy(logits, labels.masked_fill(unknown, 0), ignore_index=IGNORED, reduction="sum")
+    # a factor of one changes no bit, of the gradients either
+    return total * torch.ones_like(total).masked_fill_(unknown.any(), math.nan)
 
 
 def derived_labels(ids: Tensor, sequences: Sequences) -> Tensor:

@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import NoneType
 
-from recompute.config import check_count
+from recompute.checks import check_kind
+from recompute.config import check_count, parse_choice
 from recompute.errors import ConfigError
 
 
@@ -43,6 +45,9 @@ class PipelineLayout:
     def __post_init__(self) -> None:
         check_count("pp", self.pp, at_least=1)
         check_count("vpp", self.vpp, at_least=1)
+        # a frozen dataclass has no other way to normalise a field of its own
+        object.__setattr__(self, "placement", parse_choice(Placement, "placement", self.placement))
+        check_kind("pp_layout", self.layers, tuple, "a tuple of the layers of each virtual stage")
         for count in self.layers:
             check_count("pp_layout", count, at_least=0)
         if len(self.layers) != self.num_stages:
@@ -111,6 +116,8 @@ def make_layout(
     """
     check_count("pp", pp, at_least=1)
     check_count("vpp", vpp, at_least=1)
+    check_count("layers", layers, at_least=0)
+    check_kind("pp_layout", per_stage, (list, tuple, NoneType), "the layers of each virtual stage, or None")
     chosen = even_layers(layers, pp * vpp) if per_stage is None else tuple(per_stage)
     layout = PipelineLayout(pp=pp, vpp=vpp, layers=chosen, placement=placement)
     if layout.num_layers != layers:

@@ -22,6 +22,8 @@ from overlap.pipelining.runs import StepPlanner
 from overlap.pipelining.schedules import SPLITS, OrderedSchedule, ScheduleKind, make_orders
 from overlap.pipelining.shared import SharedEmbedding
 from overlap.pipelining.stage import ChunkStage
+from recompute.checks import check_kind
+from recompute.config import check_bool, parse_choice
 from recompute.errors import ConfigError
 
 MakeChunk = Callable[[Cut, Border], ModelChunk]
@@ -63,6 +65,9 @@ class Pipeline:
         wire: Callable[..., Wire] = Wire,
         runtime: Callable[..., OrderedSchedule] = OrderedSchedule,
     ) -> None:
+        check_kind("layout", layout, PipelineLayout, "a PipelineLayout")
+        kind = parse_choice(ScheduleKind, "schedule", kind)
+        check_bool("pin_activations", pin_activations)
         if dist.get_world_size(group) != layout.pp:
             rule = f"the pipeline's group has {dist.get_world_size(group)} ranks"
             raise ConfigError(field="pp", value=layout.pp, rule=rule)

@@ -14,6 +14,8 @@ from typing import Any
 from overlap.errors import ScheduleError
 from overlap.pipelining import compat
 from overlap.pipelining.layout import PipelineLayout, Placement
+from recompute.checks import check_kind
+from recompute.config import check_count, parse_choice
 from recompute.errors import ConfigError
 
 
@@ -38,8 +40,12 @@ SPLITS = frozenset({ScheduleKind.DUALPIPEV, ScheduleKind.ZBV})
 
 
 def placement_of(kind: ScheduleKind) -> Placement:
-    """Which ranks hold the stages under a schedule."""
-    return Placement.V if kind in SPLITS else Placement.LOOP
+    """Which ranks hold the stages under a schedule.
+
+    Raises:
+        ConfigError: There is no such schedule.
+    """
+    return Placement.V if parse_choice(ScheduleKind, "schedule", kind) in SPLITS else Placement.LOOP
 
 
 def make_orders(kind: ScheduleKind, layout: PipelineLayout, num_microbatches: int) -> compat.RankActions:
@@ -48,6 +54,8 @@ def make_orders(kind: ScheduleKind, layout: PipelineLayout, num_microbatches: in
     Raises:
         ConfigError: torch or a rule of the schedule rejects these counts; says why.
     """
+    check_kind("layout", layout, PipelineLayout, "a PipelineLayout")
+    check_count("num_microbatches", num_microbatches, at_least=1)
     if layout.placement is not placement_of(kind):
         rule = f"schedule {kind} places its stages as a {placement_of(kind)}"
         raise ConfigError(field="placement", value=layout.placement, rule=rule)

@@ -20,11 +20,13 @@ from overlap.step import (
     Taken,
     apply_or_undo,
     check_accumulate,
+    check_names,
     check_precision,
     engine_on,
     replayed_feeds,
     rollback,
 )
+from recompute.checks import check_kind
 from recompute.errors import ConfigError
 
 
@@ -61,7 +63,7 @@ def train_pipeline(
             schedule does not take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
     """
-    pipeline.bind_replaced()
+    _bind(pipeline)
     check_pipeline_feeds(pipeline, microbatches)
     check_accumulate(accumulate, last)
     if not torch.is_grad_enabled():
@@ -105,7 +107,7 @@ def evaluate_pipeline(
         observers: Watch the run.
         engine_type: What runs the plans.
     """
-    pipeline.bind_replaced()
+    _bind(pipeline)
     check_pipeline_feeds(pipeline, microbatches)
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
@@ -117,6 +119,12 @@ def evaluate_pipeline(
     ):
         schedule.eval(return_outputs=False)
     return _merged([stage.close_step() for stage in pipeline.stages])
+
+
+def _bind(pipeline: Pipeline) -> None:
+    """Follow what was replaced in its chunks, if it is a pipeline."""
+    check_kind("pipeline", pipeline, Pipeline, "a Pipeline")
+    pipeline.bind_replaced()
 
 
 @contextmanager
@@ -215,12 +223,7 @@ def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> N
     Raises:
         ConfigError: Names the microbatch and the feed.
     """
-    if not microbatches:
-        raise ConfigError(field="microbatches", value=microbatches, rule="a step needs at least one")
-    wanted = set(pipeline.stages[0].part.feed_names)
-    for number, feeds in enumerate(microbatches):
-        if set(feeds) != wanted:
-            rule = f"must feed exactly {sorted(wanted)}"
-            raise ConfigError(field=f"microbatches[{number}]", value=sorted(feeds), rule=rule)
+    check_names(microbatches, set(pipeline.stages[0].part.feed_names))
+    for feeds in microbatches:
         for check in pipeline.first.program.feed_checks:
             check(feeds)

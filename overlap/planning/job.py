@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from overlap.model.config import DType, ModelConfig
-from recompute.config import check_count, parse_choice
+from recompute.checks import check_kind, check_positive
+from recompute.config import check_bool, check_count, parse_choice
 from recompute.errors import ConfigError
 
 
@@ -84,6 +85,9 @@ class Job:
     """Whether what a rank sent stays until the step ends, as torch's pipeline runtime keeps it."""
 
     def __post_init__(self) -> None:
+        check_kind("model", self.model, ModelConfig, "a ModelConfig")
+        check_positive("skew", self.skew)
+        check_bool("keep_sends", self.keep_sends)
         for name, kind in _CHOICES.items():
             object.__setattr__(self, name, parse_choice(kind, name, getattr(self, name)))
         for name in ("pp", "virtual", "ep", "dp", "microbatches", "seq", "batch", "shards"):

@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
+from recompute.checks import check_kind
 from recompute.errors import ConfigError
 
 FORMAT = 1
+_PARTS = {"format", "config", "model", "optimizer", "rng"}
 
 
 def save_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimizer, config: Mapping[str, Any]) -> None:
@@ -25,7 +27,14 @@ def save_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         chunk: The model.
         optimizer: Its optimizer.
         config: What a resumed run must agree on.
+
+    Raises:
+        ConfigError: There is a folder; `path` is no Path, or `chunk` no ModelChunk.
     """
+    check_chunk(chunk)
+    check_kind("save", path, Path, "a Path")
+    if path.is_dir():
+        raise ConfigError(field="save", value=str(path), rule="must be a file to write, not a folder")
     payload = {
         "format": FORMAT,
         "config": dict(config),
@@ -45,6 +54,8 @@ def load_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
     Raises:
         ConfigError: The file is missing, no checkpoint, or of another config (names the fields that differ).
     """
+    check_chunk(chunk)
+    check_kind("resume", path, Path, "a Path")
     try:
         payload = torch.load(path, weights_only=True)
     except OSError as error:
@@ -53,9 +64,11 @@ def load_checkpoint(path: Path, chunk: ModelChunk, optimizer: torch.optim.Optimi
         ) from error
     except Exception as error:
         raise ConfigError(field="resume", value=str(path), rule="must be a checkpoint of this program") from error
-    if not isinstance(payload, dict) or payload.get("format") != FORMAT:
+    if not isinstance(payload, dict) or payload.get("format") != FORMAT or payload.keys() != _PARTS:
         raise ConfigError(field="resume", value=str(path), rule=f"must be a checkpoint of format {FORMAT}")
     check_config(path, payload["config"], config)
+    if payload["model"].keys() != chunk.state_dict().keys():
+        raise ConfigError(field="resume", value=str(path), rule="holds another model: other parameters or buffers")
     chunk.load_state_dict(payload["model"])
     optimizer.load_state_dict(payload["optimizer"])
     torch.set_rng_state(payload["rng"])

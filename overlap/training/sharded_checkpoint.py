@@ -63,8 +63,12 @@ def load_folder(folder: Path, chunk: ModelChunk, optimizer: torch.optim.Optimize
     """
     world = chunk.world
     version = latest_version(folder)
-    run = json.loads((version / _RUN).read_text())
-    if run.get("format") != FORMAT:
+    try:
+        run = json.loads((version / _RUN).read_text())
+    except (OSError, ValueError) as error:
+        rule = f"must be a folder with a complete checkpoint ({error})"
+        raise ConfigError(field="resume", value=str(folder), rule=rule) from error
+    if not isinstance(run, dict) or run.get("format") != FORMAT:
         raise ConfigError(field="resume", value=str(folder), rule=f"must be a checkpoint of format {FORMAT}")
     # as JSON has it: tuples are lists there
     check_config(folder, run["config"], json.loads(json.dumps(dict(config))))

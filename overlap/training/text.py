@@ -11,6 +11,7 @@ from torch import Tensor
 
 from overlap.engine import Feeds
 from overlap.training.seeds import data_seed
+from recompute.config import check_count
 from recompute.errors import ConfigError
 
 VOCAB = 256
@@ -36,12 +37,16 @@ class ByteText:
         seq: Tokens of a training sequence.
 
     Raises:
-        ConfigError: A file is missing, empty or shorter than one sequence (and the byte to predict after it).
+        ConfigError: There are no files, or one is missing, empty or shorter than one sequence (and the byte to predict
+            after it); `seq` is no positive integer.
     """
 
-    def __init__(self, paths: Sequence[Path], seq: int) -> None:
+    def __init__(self, paths: Sequence[Path | str], seq: int) -> None:
+        check_count("seq", seq, at_least=1)
+        if type(paths) not in (list, tuple) or not paths:
+            raise ConfigError(field="text", value=paths, rule="must be a list of at least one file")
         self.seq = seq
-        self.tokens = torch.cat([_read(path, seq) for path in paths])
+        self.tokens = torch.cat([_read(Path(path), seq) for path in paths])
         """All bytes, uint8."""
 
     def microbatches(self, seed: int, step: int, num_microbatches: int, batch: int, data_rank: int = 0) -> list[Feeds]:

@@ -10,13 +10,17 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, check_chunk
 from overlap.cuda_graph import GraphedStep
 from overlap.engine import Feeds
 from overlap.model.router import update_expert_bias
 from overlap.parallel.clip import clip_gradients
 from overlap.parallel.counters import share_logged_losses
+from overlap.scale import GivesSums
 from overlap.step import Losses, train_step
+from recompute.checks import check_positive
+from recompute.config import check_bool
+from recompute.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +48,8 @@ class Trainer:
         graph: Whether steps are launched as one CUDA graph.
 
     Raises:
-        ConfigError: With `graph`, settings that need the host in every step.
+        ConfigError: With `graph`, settings that need the host in every step; `per_token` is not what the model says;
+            another argument is not what it should be.
     """
 
     def __init__(
@@ -56,6 +61,13 @@ class Trainer:
         per_token: bool = False,
         graph: bool = False,
     ) -> None:
+        check_chunk(chunk)
+        check_positive("learning_rate", learning_rate)
+        check_bool("per_token", per_token)
+        check_bool("graph", graph)
+        if isinstance(chunk.module, GivesSums) and per_token != chunk.module.per_token_loss:
+            rule = f"the model's losses are {'means' if per_token else 'sums over tokens'}: as per_token_loss says"
+            raise ConfigError(field="per_token", value=per_token, rule=rule)
         self.chunk = chunk
         self.data = data
         self.per_token = per_token

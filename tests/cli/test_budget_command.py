@@ -58,6 +58,8 @@ def test_nothing_fits(capsys) -> None:
         ("plan --budget 1GiB --routing worst", "routing"),
         ("plan --budget 1GiB --ep 2 --routing skewed", "skew"),
         ("plan --budget 1GiB --ep 2 --skew 2", "skew"),
+        ("plan --budget 1GiB --ep 2 --routing skewed --skew inf", "skew"),
+        ("plan --budget 1GiB --ep 2 --routing skewed --skew nan", "skew"),
         ("plan --budget 1GiB --pp 2 --schedule zbv --virtual 1", "virtual"),
         ("plan --ep 2", "ep"),
         ("plan --budget 1GiB --pp 2 --vpp 2", "vpp"),

@@ -37,6 +37,8 @@ BAD = [
     ("--dtype float16", "dtype='float16': float16 is refused"),
     ("--dtype int8", "dtype='int8': must be one of float32, bfloat16, float64"),
     ("--order sideways", "order 'sideways' is unknown: choose one of plain, "),
+    ("--order=", "order '' is unknown"),
+    ("--recompute-modules=", "modules='': is no module"),
     ("--batch 0", "batch=0: must be at least 1"),
     ("--seq 0", "seq=0: must be at least 1"),
     ("--microbatches 0", "microbatches=0: must be at least 1"),
@@ -117,6 +119,10 @@ def test_a_count_above_the_layers_means_all(capsys: pytest.CaptureFixture[str]) 
         ("examples.own_layer:missing", "has no attribute 'missing'"),
         ("examples.own_layer", "must be MODULE:FUNCTION"),
         (":build", "must be MODULE:FUNCTION"),
+        (".own_layer:build", "must be MODULE:FUNCTION"),
+        ("sys:path", "is not a callable object"),
+        ("os:getcwd", "too many positional arguments"),
+        ("operator:add", "must return a module and the list of its microbatches"),
     ],
 )
 def test_a_program_that_is_not_there(name: str, rule: str, capsys: pytest.CaptureFixture[str]) -> None:

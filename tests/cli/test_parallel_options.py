@@ -21,6 +21,7 @@ from overlap.cli.parallel_options import (
 from overlap.parallel.layout import ParallelLayout
 from overlap.parallel.world import SOLO
 from recompute.errors import ConfigError
+from tests.cli.run import refused
 
 
 def read(words: str) -> ParallelOptions:
@@ -71,6 +72,13 @@ def test_what_does_not_fit_is_refused(words: str, field: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         read(words)
     assert refusal.value.field == field
+
+
+@pytest.mark.parametrize("words", ["--layers 0", "--layers 2 --dense-layers 2"])
+def test_a_route_needs_experts(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for route in ("balanced", "first-rank"):
+        message = refused(capsys, f"verify {words} --route {route}")
+        assert f"route='{route}': has no effect: no layer of the model has experts" in message
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ def test_a_recorded_run_stands_below_its_prediction(tmp_path: Path, capsys: Caps
         ("--recorded none.json", "recorded='none.json': cannot be read as JSON"),
         ("--from-ms 100000", "from_ms=100000.0: must be from 0 to below the picture's end"),
         ("--from-ms -1", "from_ms=-1.0: must be"),
+        ("--to-ms inf", "to_ms=inf: must be finite"),
+        ("--to-ms nan", "to_ms=nan: must be finite"),
     ],
 )
 def test_bad_input(words: str, message: str, tmp_path: Path, capsys: Capsys) -> None:

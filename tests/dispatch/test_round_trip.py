@@ -36,7 +36,7 @@ def test_rows_and_gradients_come_back(scale: float, rows: int) -> None:
     assert transport.combine_adjoint((None,), (routing, arrival)) == (None, None, None)
 
 
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "1", None])
 def test_bad_scale(scale: float) -> None:
     with pytest.raises(ConfigError, match="loopback_scale"):
         HostLoopback(scale)

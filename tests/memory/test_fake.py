@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from overlap.memory import fake_chunk
+from recompute import ConfigError
 from tests.memory.compare import assert_exact, decoder, tokens, uniform
 
 
@@ -33,3 +36,9 @@ def test_torch_is_as_before() -> None:
     with pytest.raises(ZeroDivisionError), fake_chunk(lambda: decoder(layers=1 // 0)):
         pass
     assert torch.utils.swap_tensors is before
+
+
+def test_what_builds_no_chunk() -> None:
+    build: Any = lambda: None  # noqa: E731
+    with pytest.raises(ConfigError, match="chunk='NoneType': must be a ModelChunk"), fake_chunk(build):
+        pass

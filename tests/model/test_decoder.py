@@ -9,10 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
 
+from overlap.chunk import ModelChunk
+from overlap.dispatch import LocalTransport
 from overlap.ir import Program
 from overlap.model import Decoder, ModelConfig, init_weights
+from overlap.model.cut import Cut
 from overlap.model.head import IGNORED, Head
+from overlap.step import train_step
 from overlap.training.rows import cut_rows
 from recompute.errors import ConfigError
 
@@ -158,6 +163,28 @@ def test_sequence_longer_than_the_tables(run_program: Run, make_feeds: Any) -> N
         run_program(model.program(), make_feeds(1, 8))
 
 
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"config": None}, {"config": ModelConfig}, {"transport": LocalTransport}, {"transport": None}, {"seed": None},
+        {"seed": 1.0}, {"cut": (0, 1)}, {"border": None}, {"cut": Cut(first=0, end=2, opens=True, closes=True)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must "):
+        Decoder(**{"config": ModelConfig(layers=1), **bad})
+
+
+@pytest.mark.parametrize(
+    "bad", [{"first": None}, {"first": 2}, {"end": 1.0}, {"end": True}, {"opens": 1}, {"closes": "no"}]
+)
+def test_cuts(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        Cut(**{"first": 0, "end": 1, "opens": True, "closes": True, **bad})
+
+
 class Doubled(nn.Module):
     """Stands in for an adapter: not a plain projection, so the head goes through logits."""
 
@@ -185,6 +212,51 @@ def test_head_loss(adapted: bool) -> None:
     detached = head.total_loss(hidden.requires_grad_().flatten(0, 1), labels.flatten(), detach=True)
     (gradient,) = torch.autograd.grad(detached, list(head.projection.parameters()), allow_unused=True)
     assert gradient is None
+
+
+def adapted_head() -> Head:
+    head = Head(ModelConfig(hidden=4, vocab=5))
+    init_weights(head, 0)
+    head.register_module("projection", Doubled(head.projection))
+    return head
+
+
+def test_loss_through_logits_is_torchs_to_the_bit() -> None:
+    head, hidden = adapted_head(), torch.randn(6, 4, requires_grad=True)
+    labels = torch.tensor([0, IGNORED, 2, IGNORED, 4, 1])
+    reads = (hidden, *head.projection.parameters())
+    expected = F.cross_entropy(head.projection(hidden), labels, ignore_index=IGNORED, reduction="sum")
+    found = head.total_loss(hidden, labels)
+    assert torch.equal(found, expected)
+    gradients = [torch.autograd.grad(loss * 0.3, reads) for loss in (found, expected)]
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("label", [5, -1, -99, 10**12, -(10**12)])
+def test_loss_through_logits_of_a_label_outside_the_vocabulary(label: int) -> None:
+    """NaN, as without logits: torch's own check would end the process on a device."""
+    head, hidden = adapted_head(), torch.randn(3, 4, requires_grad=True)
+    (weight,) = head.projection.parameters()
+    total = head.total_loss(hidden, torch.tensor([0, label, IGNORED]))
+    assert total.isnan()
+    of_hidden, of_weight = torch.autograd.grad(total, (hidden, weight))
+    assert of_hidden[1].isnan().all()
+    assert of_weight.isnan().all()
+    assert head.total_loss(hidden, torch.tensor([0, label, IGNORED]), detach=True).isnan()
+
+
+def test_a_step_with_an_adapter_and_a_label_that_nobody_could_check(
+    monkeypatch: pytest.MonkeyPatch, make_feeds: Any
+) -> None:
+    model = Decoder(ModelConfig(layers=1))
+    model.head.register_module("projection", Doubled(model.head.projection))
+    feeds = make_feeds()
+    feeds["labels"][0, 0] = 256
+    chunk = ModelChunk(model)
+    with pytest.raises(ConfigError, match="labels"):
+        train_step(chunk, [feeds])
+    monkeypatch.setattr("overlap.model.feeds._on_host", lambda tensor: False)
+    assert train_step(chunk, [feeds])[0]["loss"].isnan()
 
 
 def test_loss_is_wide() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from typing import Any
 
 import pytest
 
@@ -112,3 +113,44 @@ def test_a_parameter_becomes_a_value_once() -> None:
     for name, parameter in (("tied", Weight()), ("again", weight)):
         with pytest.raises(ProgramError, match=f"parameter '{name}' is made a value twice"):
             b.parameter(name, parameter)
+
+
+@pytest.mark.parametrize("names", ["out", None, 1, (1,)])
+@pytest.mark.parametrize("argument", ["outputs", "nondiff", "pins"])
+def test_names_are_lists(argument: str, names: Any) -> None:
+    """A text would be taken for its letters."""
+    b = ProgramBuilder()
+    x = b.input("x", needs_grad=True)
+    for add, more in ((b.compute, {}), (b.comm, {"adjoint": nothing})):
+        given: Any = {"outputs": ("y",), **more, argument: names}
+        with (
+            b.layer(0),
+            pytest.raises(ProgramError, match=rf"stage attn: {argument}=.* must be a tuple or list of names"),
+        ):
+            add("attn", nothing, x, **given)
+
+
+def test_only_handles_are_read() -> None:
+    b = ProgramBuilder()
+    name: Any = "x"
+    for use in (
+        lambda: b.compute("attn", nothing, name, outputs=("y",)),
+        lambda: b.comm("send", nothing, name, outputs=("y",), adjoint=nothing),
+        lambda: b.loss(name),
+        lambda: b.build(outputs=(name,)),
+    ):
+        with pytest.raises(ProgramError, match=r"'x' must be a Value, as input\(\), compute\(\) and comm\(\) return"):
+            use()
+
+
+def test_functions_are_functions() -> None:
+    b = ProgramBuilder()
+    x, none = b.input("x"), as_any(None)
+    with pytest.raises(ProgramError, match=r"stage send: adjoint=None must be a function \(R11\)"):
+        b.comm("send", nothing, x, outputs=("y",), adjoint=none)
+    with pytest.raises(ProgramError, match="two forms of a stage function: graph_only=1 must be Callable"):
+        b.compute("attn", nothing, x, outputs=("y",), graph_only=as_any(1))
+
+
+def as_any(value: Any) -> Any:
+    return value

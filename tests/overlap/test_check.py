@@ -60,6 +60,7 @@ def drawing(module: Any, h: Tensor) -> Tensor:
         (lambda m, h: m.second * 1, {}, r"stage mine reads parameter 'second'"),
         (lambda m, h: m.second, {}, r"stage mine reads parameter 'second'"),
         (counting, {}, r"stage mine changes buffer 'seen' in place: declare it in state="),
+        (counting, {"state": ("seen",)}, r"stage mine: state=\('seen',\) must be the tensors that it changes"),
         (hidden_counting, {}, r"stage mine changes buffer 'seen' in place"),
         (drawing, {}, r"stage mine draws random numbers: declare draws_rng=True"),
         (lambda m, h: (h, h, h), {"outputs": ("y", "z")}, r"stage mine returns 3 values, but writes 2"),

@@ -14,16 +14,21 @@ import torch
 
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
+from overlap.contiguous import contiguous_step
+from overlap.cuda_graph import GraphedStep
 from overlap.engine import MicrobatchState
 from overlap.errors import ScheduleError
 from overlap.ir import Op, Program
+from overlap.lanes import NullLanes
 from overlap.lower import Issue
 from overlap.orders import Order
-from overlap.parallel.world import SOLO
-from overlap.scale import PerMicrobatch
-from overlap.step import train_step
+from overlap.parallel.world import SOLO, World
+from overlap.reference import reference_step
+from overlap.scale import PerMicrobatch, PerToken
+from overlap.step import forward_only, train_step
 from recompute import ConfigError, RecomputeConfig
 from recompute.config import Keep
+from recompute.keep import Sharded
 from tests.overlap.programs import TinyModel, differences, result_of, tiny_chunk, tiny_feeds
 
 uniform, none = RecomputeConfig.uniform, RecomputeConfig.none
@@ -193,6 +198,48 @@ def test_delay_wgrad_is_a_bool(value: Any) -> None:
     """A text would be true."""
     with pytest.raises(ConfigError, match=r"delay_wgrad=.*: must be True or False"):
         tiny_chunk("M", delay_wgrad=value)
+
+
+BAD: dict[str, list[Any]] = {
+    "seed": [None, "0", 1.0, True],
+    "loss_scale": [PerToken, PerMicrobatch, None, 1.0],
+    "lanes": [None, NullLanes, "cpu"],
+    "shards": [1, Sharded],
+    "world": [None, World, 0],
+    "steps_done": [None, -1, 1.0, "0"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_settings_are_what_they_should_be(name: str, value: Any) -> None:
+    """When the chunk is made and later; a class in place of an instance is seen too."""
+    chunk = tiny_chunk("M")
+    before = getattr(chunk, name)
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must be "):
+        setattr(chunk, name, value)
+    assert getattr(chunk, name) is before
+    if name != "steps_done":
+        with pytest.raises(ConfigError, match=f"^{name}=.*: must be "):
+            ModelChunk(chunk.module, order=chunk.order, **{name: value})
+
+
+class Otherwise(torch.nn.Module):
+    """Its program is none."""
+
+    def program(self) -> Any:
+        return [1]
+
+
+@pytest.mark.parametrize("module", [None, TinyModel, "model", torch.nn.Linear(1, 1), Otherwise()], ids=repr)
+def test_the_module_is_one_with_a_program(module: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^module=.*: must .*program\(\)"):
+        ModelChunk(module)
+
+
+@pytest.mark.parametrize("step", [train_step, forward_only, reference_step, contiguous_step, GraphedStep])
+def test_steps_take_a_chunk(step: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^chunk='TinyModel': must be a ModelChunk"):
+        step(tiny_chunk("M").module, tiny_feeds(1))
 
 
 def test_an_order_is_held_against_the_program_by_the_first_step() -> None:

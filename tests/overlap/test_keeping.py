@@ -24,6 +24,7 @@ from overlap.step import train_step
 from overlap.validate import validate
 from overlap.verify import step_facts, verify
 from recompute import ConfigError, Keep, RecomputeConfig
+from recompute.keep import Sharded
 from tests.overlap.hiding import HIDDEN, SHAPES, orders, race_free, step_plans, with_mtp
 from tests.overlap.programs import differences, drive, dummy_program, fake_owner, result_of, tiny_chunk, tiny_feeds
 from tests.overlap.test_selective import chunk, feeds
@@ -233,9 +234,10 @@ def test_sharded_needs_ranks_and_ranks_need_sharded() -> None:
     with pytest.raises(ConfigError, match=r"keep='sharded': needs ModelChunk\(shards="):
         chunk(RecomputeConfig.uniform(1, keep=Keep.SHARDED))
     model = chunk(uniform(1))
+    group: Any = object.__new__(Sharded)  # one without ranks
     with pytest.raises(ConfigError, match=r"shards=.*has no effect unless a config has keep='sharded'"):
-        ModelChunk(model.module, recompute=uniform(1), shards=object())
-    sharded = ModelChunk(model.module, recompute=RecomputeConfig.uniform(1, keep=Keep.SHARDED), shards=object())
+        ModelChunk(model.module, recompute=uniform(1), shards=group)
+    sharded = ModelChunk(model.module, recompute=RecomputeConfig.uniform(1, keep=Keep.SHARDED), shards=group)
     ranks = sharded.shards
     with pytest.raises(ConfigError, match=r"keep='sharded': needs ModelChunk\(shards="):
         sharded.shards = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from overlap.errors import ScheduleError
-from overlap.ir import Op
+from overlap.ir import Op, Slot, parse_schedule
 from overlap.orders import ORDER_NAMES, STAGE_NAMES, Order, carried, get_order
-from recompute import Replay
+from recompute import ConfigError, Replay
 
 MULTI_QUEUE = (
     "B.post B.combine F.attn B.experts F.dispatch F.shared W.experts B.dispatch B.shared W.shared F.experts F.combine "
@@ -102,3 +104,26 @@ def test_a_step_stands_once() -> None:
     with pytest.raises(ScheduleError, match=r"order mine: F\.attn stands twice") as caught:
         Order.parse("mine", "F.attn B.attn F.attn")
     assert "2  F.attn   <-- here" in str(caught.value)
+
+
+def as_any(value: Any) -> Any:
+    return value
+
+
+def test_what_is_no_order() -> None:
+    table: Any = None
+    unknown: list[Any] = [table, [], {}, 1]
+    for name in unknown:
+        with pytest.raises(ScheduleError, match="is unknown: choose one of"):
+            get_order(name)
+    with pytest.raises(ConfigError, match="replay='now': must be 'just_in_time' or 'hidden'"):
+        get_order("plain", as_any("now"))
+    assert get_order("multi_queue", as_any("hidden")) == get_order("multi_queue", Replay.HIDDEN)
+    with pytest.raises(ConfigError, match="text=None: must be a text table"):
+        Order.parse("mine", table)
+    for steps in (None, "F.attn", ["F.attn"], ("F.attn",)):
+        with pytest.raises(ConfigError, match=r"steps=.*: must be a tuple of steps"):
+            Order("mine", as_any(steps))
+    for parse in (Slot.parse, parse_schedule):
+        with pytest.raises(ConfigError, match="text=None: must be text"):
+            parse(table)

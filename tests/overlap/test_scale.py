@@ -137,3 +137,12 @@ def test_every_step_checks_the_scale(step: Any, per_token: bool) -> None:
     assert all(parameter.grad is None for parameter in chunk.parameters())
     chunk.loss_scale = PerToken() if per_token else PerMicrobatch()
     step(chunk, feeds)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"labels": None}, {"labels": ["labels"]}, {"ignore_index": None}, {"ignore_index": 1.0}]
+)
+def test_settings_of_a_scale(settings: Any) -> None:
+    (name,) = settings
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must be "):
+        PerToken(**settings)

@@ -13,6 +13,7 @@ from torch import nn
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
 from overlap.contiguous import contiguous_step
+from overlap.memory import MemoryRecorder
 from overlap.reference import reference_step
 from overlap.step import forward_only, train_step
 from recompute import ConfigError, RecomputeConfig
@@ -67,3 +68,40 @@ def test_without_backward_any_feed_will_do() -> None:
         (again,) = train_step(reader(uniform(1)), [GRADIENTS["x"]()])
     assert losses["loss"].item() == again["loss"].item() == 4.0
     assert not losses["loss"].requires_grad
+
+
+@pytest.mark.parametrize("step", [train_step, reference_step, contiguous_step, forward_only])
+@pytest.mark.parametrize("feeds", [None, "x", 1, [], {}, [None], [1], ["x"], [["x", "other"]], [{1: 2, "x": 3}]])
+def test_microbatches_that_are_no_mappings(step: Any, feeds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^microbatches(\[0\])?=.*: (must feed exactly|a step needs at least one)"):
+        step(reader(none()), feeds)
+
+
+GOOD = [{"x": torch.ones(4), "other": None}]
+
+
+@pytest.mark.parametrize("step", [train_step, reference_step, contiguous_step])
+@pytest.mark.parametrize("accumulate", [None, 0, 1.0, True, "1"])
+def test_accumulate(step: Any, accumulate: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^accumulate=.*: must be an integer of at least 1"):
+        step(reader(none()), GOOD, accumulate)
+
+
+@pytest.mark.parametrize("step", [train_step, reference_step])
+@pytest.mark.parametrize("last", [None, 0, "no"])
+def test_last(step: Any, last: Any) -> None:
+    """A text would be true."""
+    with pytest.raises(ConfigError, match=r"^last=.*: must be True or False"):
+        step(reader(none()), GOOD, 2, last=last)
+
+
+def test_observers_watch() -> None:
+    chunk = reader(none())
+    nobody: Any = None
+    with pytest.raises(ConfigError, match="observers=None: must be a list of observers"):
+        train_step(chunk, GOOD, observers=nobody)
+    observers: Any = [MemoryRecorder]
+    with pytest.raises(ConfigError, match=r"^observers=.*: must be observers: each has before\(\) and after\(\)"):
+        train_step(chunk, GOOD, observers=observers)
+    assert chunk.steps_done == 0
+    assert chunk.module.w.grad is None

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from overlap.pipelining.layout import PipelineLayout, Placement, even_layers, make_layout, parse_layers
@@ -55,3 +57,26 @@ def test_bad_layouts_name_the_field(fields: dict[str, object], field: str) -> No
 def test_layers_must_add_up() -> None:
     with pytest.raises(ConfigError, match="add up to the model's 4 layers"):
         make_layout(pp=2, vpp=1, layers=4, per_stage=(1, 2))
+
+
+BAD: list[dict[str, Any]] = [
+    {"layers": None}, {"layers": [1, 1, 1, 1]}, {"layers": "1111"}, {"layers": 4}, {"placement": "x"},
+    {"placement": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_kinds(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        PipelineLayout(**{"pp": 2, "vpp": 2, "layers": (1, 1, 1, 1), **bad})
+
+
+def test_a_placement_may_be_text() -> None:
+    text: Any = "v"
+    assert PipelineLayout(pp=2, vpp=2, layers=(1, 1, 1, 1), placement=text).placement is Placement.V
+
+
+@pytest.mark.parametrize("bad", [{"layers": None}, {"layers": 4.0}, {"per_stage": 2}, {"per_stage": "22"}], ids=str)
+def test_kinds_of_a_model(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="must be "):
+        make_layout(**{"pp": 2, "vpp": 1, "layers": 4, **bad})

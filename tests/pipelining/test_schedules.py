@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,3 +137,22 @@ def test_the_simulated_pipeline_is_the_one_that_runs(kind: ScheduleKind, pp: int
     ]
     simulated = make_schedule(str(kind), pp, layout.vpp, microbatches)
     assert runs == [tuple(tuple(map(str, step)) for step in steps) for steps in simulated.ranks]
+
+
+def test_arguments() -> None:
+    layout = layout_of(ScheduleKind.GPIPE, 2, 1)
+    text: Any = "gpipe"
+    assert make_orders(text, layout, 2) == make_orders(ScheduleKind.GPIPE, layout, 2)
+    assert placement_of(text) is layout.placement
+    unknown: list[Any] = [None, "sideways", [], 1]
+    for kind in unknown:
+        for use in (placement_of, lambda kind: make_orders(kind, layout, 2)):
+            with pytest.raises(ConfigError, match=r"^schedule=.*: must be 'interleaved', "):
+                use(kind)
+    numbers: list[Any] = [None, 0, 2.0, "2"]
+    for number in numbers:
+        with pytest.raises(ConfigError, match=r"^num_microbatches=.*: must be an integer of at least 1"):
+            make_orders(ScheduleKind.GPIPE, layout, number)
+    nothing: Any = None
+    with pytest.raises(ConfigError, match="layout=None: must be a PipelineLayout"):
+        make_orders(ScheduleKind.GPIPE, nothing, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 
@@ -150,3 +151,9 @@ def test_reading_leaves_the_source_alone() -> None:
     before = dict(flags)
     read_flags(flags)
     assert flags == before
+
+
+@pytest.mark.parametrize("flags", [None, [], "recompute_method"])
+def test_flags_are_a_mapping(flags: Any) -> None:
+    with pytest.raises(ConfigError, match=r"flags=.*must be a mapping from names to values"):
+        read_flags(flags)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -123,3 +124,15 @@ def test_segment_knows_its_ends() -> None:
 def test_segment_refuses_other_than_consecutive_layers(layers: tuple[int, ...]) -> None:
     with pytest.raises(ConfigError, match="must be consecutive layer numbers from 0 up"):
         RecomputeSegment(layers)
+
+
+@pytest.mark.parametrize("layers", [None, 1, "01", [0, 1], (0.0, 1.0), (True, 2), ("a",)])
+def test_layers_are_integers(layers: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a tuple of integers"):
+        RecomputeSegment(layers)
+
+
+@pytest.mark.parametrize("config", [None, "uniform", RecomputeConfig])
+def test_segments_of_what_is_no_config(config: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config=.*must be a RecomputeConfig"):
+        plan_segments(2, 0, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,3 +117,36 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path, monkeypatch) -> None:
     save_checkpoint(path, *make(seed=1), CONFIG)
     assert path.read_bytes() != before
     assert [item.name for item in tmp_path.iterdir()] == ["saved.pt"]
+
+
+def test_parts_that_are_missing_or_of_another_model(tmp_path: Path) -> None:
+    path, parts = tmp_path / "saved.pt", tmp_path / "parts.pt"
+    chunk, optimizer = make()
+    save_checkpoint(path, chunk, optimizer, CONFIG)
+    payload = torch.load(path)
+    torch.save({name: payload[name] for name in ("format", "config", "model")}, parts)
+    with pytest.raises(ConfigError, match="must be a checkpoint of format 1"):
+        load_checkpoint(parts, chunk, optimizer, CONFIG)
+    del payload["model"]["module.embedding"]
+    torch.save(payload, parts)
+    with pytest.raises(ConfigError, match="holds another model: other parameters or buffers"):
+        load_checkpoint(parts, chunk, optimizer, CONFIG)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    """Nothing is written beside it."""
+    with pytest.raises(ConfigError, match=r"^save=.*: must be a file to write, not a folder"):
+        save_checkpoint(tmp_path / ".", *make(), CONFIG)
+    assert list(tmp_path.parent.glob("*.partial")) == []
+
+
+def test_arguments(tmp_path: Path) -> None:
+    chunk, optimizer = make()
+    bad: list[tuple[Any, Any, str]] = [
+        (tmp_path / "saved.pt", chunk.module, "must be a ModelChunk"), (str(tmp_path / "x"), chunk, "must be a Path")
+    ]  # fmt: skip
+    for path, model, rule in bad:
+        for use in (save_checkpoint, load_checkpoint):
+            with pytest.raises(ConfigError, match=rule):
+                use(path, model, optimizer, CONFIG)
+    assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from overlap.chunk import ModelChunk
+from overlap.model import Decoder, ModelConfig
 from overlap.parallel.attach import DataSettings
 from overlap.parallel.world import World
 from overlap.training import sharded_checkpoint
-from overlap.training.sharded_checkpoint import latest_version, load_folder, publish, save_folder
+from overlap.training.sharded_checkpoint import LATEST, latest_version, load_folder, publish, save_folder
 from overlap.training.trainer import Trainer
 from overlap.verify import compare
 from recompute import ConfigError
@@ -201,3 +203,14 @@ def test_other_runs_are_refused(ranks: RankPool, tmp_path: Path) -> None:
         assert "holds another model: model.layers.2." in model
         assert "must be a folder with a complete checkpoint" in missing
         assert "format 2" in version
+
+
+@pytest.mark.parametrize("text", ["", "no json", "[1]", "null", None])
+def test_a_version_that_says_nothing_of_its_run(text: str | None, tmp_path: Path) -> None:
+    chunk = ModelChunk(Decoder(ModelConfig(layers=1)))
+    (tmp_path / LATEST).write_text("step-1")
+    (tmp_path / "step-1").mkdir()
+    if text is not None:
+        (tmp_path / "step-1" / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"^resume=.*: must be a (folder with a complete )?checkpoint"):
+        load_folder(tmp_path, chunk, torch.optim.AdamW(chunk.parameters()), {})

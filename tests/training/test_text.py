@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,3 +79,16 @@ def test_default_text_is_english() -> None:
     data = default_text().read_bytes()
     assert len(data) > 100_000
     assert b"The following" in data or b"the following" in data
+
+
+def test_paths_are_a_list(tmp_path: Path) -> None:
+    text: Any = make(tmp_path, b"abcdefgh")
+    assert ByteText([str(tmp_path / "0.txt")], 4).tokens.equal(text.tokens)
+    bad: list[Any] = [[], None, "0.txt", tmp_path / "0.txt"]
+    for paths in bad:
+        with pytest.raises(ConfigError, match=r"^text=.*: must be a list of at least one file"):
+            ByteText(paths, 4)
+    lengths: list[Any] = [0, None, 4.0]
+    for seq in lengths:
+        with pytest.raises(ConfigError, match=r"^seq=.*: must be an integer of at least 1"):
+            ByteText([tmp_path / "0.txt"], seq)

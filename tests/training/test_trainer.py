@@ -11,7 +11,7 @@ from torch import Tensor
 from overlap import ModelChunk, PerMicrobatch, PerToken, train_step
 from overlap.model import Decoder, ModelConfig, update_expert_bias
 from overlap.training.trainer import Trainer
-from recompute import RecomputeConfig
+from recompute import ConfigError, RecomputeConfig
 
 
 def make(**changes: Any) -> ModelChunk:
@@ -48,9 +48,11 @@ def test_a_step_by_hand() -> None:
 def test_loss_per_token_is_the_mean_over_tokens() -> None:
     """The same model and data report the same loss, up to rounding, however losses are summed."""
     mean = Trainer(make(), feeds).step().loss
-    per_token = Trainer(make(per_token_loss=True), feeds, per_token=True).step().loss
-    assert per_token == pytest.approx(mean, rel=1e-6)
-    assert Trainer(make(per_token_loss=True), feeds).step().loss == pytest.approx(16 * mean, rel=1e-6)
+    summed = Trainer(make(per_token_loss=True), feeds, per_token=True).step().loss
+    assert summed == pytest.approx(mean, rel=1e-6)
+    for chunk, per_token in ((make(per_token_loss=True), False), (make(), True)):
+        with pytest.raises(ConfigError, match=f"per_token={per_token}: the model's losses are"):
+            Trainer(chunk, feeds, per_token=per_token)
 
 
 def test_the_loss_falls_on_data_that_repeats() -> None:
@@ -60,3 +62,16 @@ def test_the_loss_falls_on_data_that_repeats() -> None:
     router = trainer.chunk.get_submodule("module.layers.0.router")
     assert torch.as_tensor(router.expert_bias).ne(0).any()
     assert int(torch.as_tensor(router.tokens_per_expert).sum()) == 0
+
+
+BAD: list[dict[str, Any]] = [
+    {"learning_rate": "3e-3"}, {"learning_rate": 0}, {"learning_rate": float("nan")}, {"per_token": None},
+    {"graph": "no"}, {"chunk": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("bad", BAD, ids=str)
+def test_bad_arguments(bad: dict[str, Any]) -> None:
+    (name,) = bad
+    with pytest.raises(ConfigError, match=f"^{name}=.*: must be "):
+        Trainer(**{"chunk": make(), "data": feeds, **bad})
