@@ -180,6 +180,24 @@ def test_a_slot_left_out_is_refused(left_out: str, message: str) -> None:
         validate((*slots, *parse_schedule("S1.1.post")), sides)
 
 
+@pytest.mark.parametrize(
+    ("moved", "message"),
+    [
+        ("S0.embed", "S0.embed moves what no earlier slot writes"),
+        ("L0.embed", "L0.embed brings back what never left"),
+    ],
+)
+def test_a_copy_before_there_is_something_to_copy_is_refused(moved: str, message: str) -> None:
+    ahead, behind = schedules(uniform(1), "DD")
+    slots = [f"{slot[0]}0{slot[2:]}" for slot in ahead] + behind
+    program = dummy_program("DD")
+    side = Planner(program, Order.parse("plain", "F.* B.* R.* W.*"), delayed=False).side(uniform(1), program.trained())
+    validate(parse_schedule(" ".join(slots)), {0: side})
+    slots.remove(moved)
+    with pytest.raises(ScheduleError, match=message):
+        validate(parse_schedule(" ".join([moved, *slots])), {0: side})
+
+
 REAL = [
     (uniform(1), {"dropout": 0.1, "attention_dropout": 0.1, "delay": True, "layers": 2}),
     (uniform(2, replay=HIDDEN), {"mtp": 1, "mhc": 2, "mhc_iterations": 2, "order": "single_queue"}),
