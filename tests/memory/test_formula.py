@@ -64,7 +64,7 @@ def test_segment_inputs_are_exact_where_segments_have_one_input() -> None:
 
 def test_feeds_that_a_segment_reads_count() -> None:
     """An MTP depth is replayed from the state of the layer before and from the ids, which are int64."""
-    with fake_chunk(lambda: decoder(layers=1, mtp=1)) as chunk:
+    with fake_chunk(lambda: decoder(layers=1, dense_layers=1, mtp=1, mtp_dense=True)) as chunk:
         found = take_footprint(chunk, tokens(1)[0], (False,))
         assert input_bytes(chunk.program, found, found.facts[False], (1,)) == INPUT + 2 * 6 * 8
 
