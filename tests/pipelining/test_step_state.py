@@ -13,6 +13,7 @@ from overlap.ir import Op
 from overlap.lanes import NullLanes
 from overlap.lower import Issue
 from overlap.pipelining import Pipeline, ScheduleKind, evaluate_pipeline, train_pipeline
+from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
 from recompute import state
 from recompute.errors import RecomputeError
@@ -96,6 +97,19 @@ def test_what_trains_may_change_between_steps() -> None:
             feeds = batch(config, 3, step)
             expected = reference_step(reference, feeds)
             assert different(pipeline, reference, train_pipeline(pipeline, feeds), expected) == []
+
+
+def test_copies_of_an_embedding_are_added_up_once_after_the_last_call() -> None:
+    with alone():
+        config = small(layers=2, mtp=1)
+        pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
+        reference = make_reference(ScheduleKind.INTERLEAVED, config, uniform())
+        for step in range(2):
+            feeds = batch(config, 2, step)
+            expected = reference_step(reference, feeds, 2)
+            found = train_pipeline(pipeline, feeds, 2, last=step == 1)
+        merge_embedding(reference)
+        assert different(pipeline, reference, found, expected) == []
 
 
 class Overwrites:
