@@ -61,11 +61,10 @@ def handed_over(side: Side, survivors: frozenset[Key]) -> frozenset[Key]:
         side: As it runs forward what the lead left.
         survivors: What the microbatch's backward reads of its first pass.
     """
-    producers = side.program.producers
     rest = [stage for stage in side.program.stages if stage.key in side.passes]
     read = {(value, 0) for stage in rest for value in stage.reads}
     later = {value for stage in rest for value in stage.writes}
-    return frozenset(key for key in read | survivors if key[0] not in producers or key[0] not in later)
+    return frozenset(key for key in read | survivors if key[0] not in later)
 
 
 def interleave(front: Schedule, lead: Schedule, program: Program) -> Schedule:

@@ -153,4 +153,3 @@ class Staging:
             self._peers.settle()
             self._half = 1 << (nbytes - 1).bit_length()
             self._peers = self._open_peers(2 * self._half)
-            self._turn = 0

@@ -129,7 +129,7 @@ class MTPEntry:
 
 def make_depths(config: ModelConfig, rotary: Rotary, transport: Transport) -> list[MTPDepth]:
     """The modules of all depths: one each, or a single one that is repeated."""
-    count = min(config.mtp, 1) if config.mtp_repeat else config.mtp
+    count = 1 if config.mtp_repeat else config.mtp
     return [MTPDepth(_at(config, depth), rotary, transport) for depth in range(count)]
 
 

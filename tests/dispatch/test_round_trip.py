@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from overlap.dispatch import make_routing
 from overlap.dispatch.host_loopback import HostLoopback
@@ -34,6 +38,27 @@ def test_rows_and_gradients_come_back(scale: float, rows: int) -> None:
     assert nothing is none is None
     assert torch.equal(transport.combine(tokens, routing, arrival), tokens)
     assert transport.combine_adjoint((None,), (routing, arrival)) == (None, None, None)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the bytes that are copied."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Sequence[Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}
+    ) -> Any:
+        if func is torch.ops.aten.copy_.default:
+            self.nbytes += args[0].nbytes
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("scale", "moved"), [(0.25, 30 + 30 + 90), (1.0, 120 + 120), (2.5, 2 * (120 + 120 + 60))])
+def test_scale_says_how_many_bytes_make_the_trip(scale: float, moved: int) -> None:
+    """To the host and back; what does not make the trip is copied beside it."""
+    with Copies() as copies:
+        HostLoopback(scale).round_trip(torch.randn(10, 3))
+    assert copies.nbytes == moved
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf"), "1", None])

@@ -64,6 +64,12 @@ def test_against_a_loop(tokens: int, experts: int, capacity: int, seed: int, pad
     assert routing.source.tolist() == [copy for r in rows for copy in r + [2 * tokens] * (capacity - len(r))]
 
 
+def test_only_padding_without_a_capacity_leaves_rows_to_nobody() -> None:
+    padding = torch.tensor([False, True, False])
+    found = {(p is None, k): make_routing(IDS, 3, p, k).covers for p in (None, padding) for k in (None, 2)}
+    assert found == {(True, None): True, (True, 2): True, (False, None): False, (False, 2): True}
+
+
 def test_dropped_copies_and_empty_rows_are_zeros() -> None:
     routing = make_routing(IDS, 3, capacity=2)
     tokens = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)

@@ -55,7 +55,7 @@ class Rank:
     """One rank's run: opens its buffers and notes their uses."""
 
     def __init__(self, rank: int, accesses: list[Access]) -> None:
-        self.number, self.exchange, self.barriers, self.opened = rank, 0, 0, 0
+        self.number, self.exchange, self.barriers, self.opened, self.settled = rank, 0, 0, 0, 0
         self._accesses = accesses
 
     def open(self, nbytes: int) -> Recorder:
@@ -85,7 +85,7 @@ class Recorder:
         self._rank.barriers += 1
 
     def settle(self) -> None:
-        pass
+        self._rank.settled += 1
 
 
 def accesses_of(kind: type[Staging], tables: Sequence[Table]) -> list[Access]:
@@ -132,6 +132,18 @@ def test_barriers_order_every_two_uses_of_the_same_bytes(run: list[Table]) -> No
 def test_control_one_half_is_a_race() -> None:
     assert races(accesses_of(OneHalf, [UNEVEN, UNEVEN]))
     assert not races(accesses_of(OneHalf, [UNEVEN]))
+
+
+def test_a_barrier_an_exchange_that_leaves_the_rank_and_a_wait_of_the_host_for_a_larger_buffer() -> None:
+    rank = Rank(0, [])
+    staging = Staging(rank.open)
+    found = []
+    for table in (NOTHING_LEAVES, UNEVEN, NOTHING_LEAVES, WIDE, UNEVEN):
+        moves = moves_of(table, 0)
+        rows, out = (torch.zeros(n, 200, dtype=torch.uint8) for n in (moves.sent, moves.received))
+        staging.exchange(moves, rows, out)
+        found.append((rank.barriers, rank.settled, rank.opened))
+    assert found == [(0, 0, 1), (1, 0, 1), (1, 0, 1), (2, 1, 2), (3, 1, 2)]
 
 
 class Shared:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
 
+from overlap.builder import ProgramBuilder
+from overlap.chunk import ModelChunk
 from overlap.memory import Bin, fake_chunk, formula, measure_step, take_footprint
 from overlap.memory.facts import Footprint
 from overlap.memory.formula import graph_bytes, input_bytes
 from tests.memory.compare import block, decoder, none, tokens, uniform
+from tests.overlap.programs import Own
 
 LAYERS = 5
 INPUT = 2 * 6 * 16 * 4
@@ -56,6 +60,29 @@ def test_segment_inputs_are_exact_where_segments_have_one_input() -> None:
     found, _ = estimate(recompute, 2)
     peaks = measure_step(decoder(recompute, layers=LAYERS, dense_layers=1), tokens(2)).usage.peaks
     assert found.bins[Bin.SEGMENT_INPUTS] == peaks.bins[Bin.SEGMENT_INPUTS]
+
+
+def test_feeds_that_a_segment_reads_count() -> None:
+    """An MTP depth is replayed from the state of the layer before and from the ids, which are int64."""
+    with fake_chunk(lambda: decoder(layers=1, dense_layers=1, mtp=1, mtp_dense=True)) as chunk:
+        found = take_footprint(chunk, tokens(1)[0], (False,))
+        assert input_bytes(chunk.program, found, found.facts[False], (1,)) == INPUT + 2 * 6 * 8
+
+
+def split(module: Own, b: ProgramBuilder) -> None:
+    x = b.input("x", needs_grad=True)
+    with b.layer(0):
+        halves = b.compute("attn", lambda x: (x * module.weight).split(4), x, outputs=("left", "right"),
+                           parameters=(module.weight,))  # fmt: skip
+    with b.layer(1):
+        (loss,) = b.compute("attn", lambda left, right: (left * right).sum(), *halves, outputs=("loss",))
+    b.loss(loss)
+
+
+def test_storage_that_inputs_of_a_segment_share_counts_once() -> None:
+    with fake_chunk(lambda: ModelChunk(Own(split, weight=torch.nn.Parameter(torch.ones(8))))) as chunk:
+        found = take_footprint(chunk, {"x": torch.ones(8)}, (False,))
+        assert input_bytes(chunk.program, found, found.facts[False], (1,)) == 8 * 4
 
 
 def test_no_layers_no_bytes() -> None:

@@ -129,8 +129,9 @@ def test_the_past_does_not_see_the_future(settings: dict[str, Any]) -> None:
     torch.testing.assert_close(module(x)[:, :4], module(changed)[:, :4])
 
 
-def test_dropout_only_in_training() -> None:
-    module = make(attention="mla", attention_dropout=0.5)
+@pytest.mark.parametrize("settings", KINDS)
+def test_dropout_only_in_training(settings: dict[str, Any]) -> None:
+    module = make(**settings, attention_dropout=0.5)
     x = torch.randn(1, 6, 12, dtype=torch.float64)
     assert not torch.equal(module(x), module(x))
     module.eval()

@@ -227,6 +227,16 @@ def test_jitter_draws_in_training_only() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_jitter_is_not_rounded_to_the_model_s_type() -> None:
+    router = make(jitter=0.3, dtype="bfloat16").to(torch.bfloat16)
+    x = tokens().bfloat16()
+    torch.manual_seed(0)
+    found = router(x).probs
+    torch.manual_seed(0)
+    noisy = x.float() * torch.empty(x.shape).uniform_(0.7, 1.3)
+    assert torch.equal(found, router.eval()(noisy).probs)
+
+
 def test_scores_are_wide() -> None:
     narrow = make(dtype="bfloat16").to(torch.bfloat16)
     assert narrow(tokens().bfloat16()).probs.dtype is torch.float32

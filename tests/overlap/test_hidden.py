@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from overlap.errors import ScheduleError
@@ -12,7 +14,7 @@ from overlap.plan import BACKWARD_SIDE, make_schedule
 from overlap.validate import validate
 from recompute import RecomputeConfig
 from tests.overlap.hiding import HIDDEN, block, side_of, uniform, with_mtp
-from tests.overlap.programs import dummy_program
+from tests.overlap.programs import dummy_program, nothing
 
 HOSTS: list[tuple[str, int, RecomputeConfig, dict[int, tuple[int, ...]]]] = [
     ("MMM", 0, uniform(1), {2: (1,), 1: (0,)}),
@@ -44,6 +46,25 @@ def test_the_first_segment_sends_its_tokens_beside_the_head() -> None:
     assert [stage.label for stage in head] == ["1.attn", "1.dispatch"]
     assert hosts_of(side_of(dummy_program("DD"), uniform(1))).head == ()
     assert hosts_of(side_of(dummy_program("MMM"), block(2))).head == ()
+
+
+def test_without_stages_behind_the_layers_nothing_goes_beside_them() -> None:
+    program = dummy_program("MM")
+    inputs = tuple(source for source in program.inputs if source.name != "target")
+    headless = replace(program, stages=program.stages[:-1], inputs=inputs, losses=())
+    assert hosts_of(side_of(headless, uniform(1))).head == ()
+
+
+def test_a_segment_whose_transfers_are_not_replayed_has_none_to_send_ahead() -> None:
+    """The last layer's experts need no activations, so nobody reads the rows that a replay would send."""
+    program = dummy_program("MM")
+    stages = tuple(
+        s if s.name != "experts" else replace(s, adjoint=nothing, wgrad=False, parameters=()) for s in program.stages
+    )
+    side = side_of(replace(program, stages=stages), uniform(1))
+    assert (1, "attn") in side.replay_needed
+    assert (1, "dispatch") not in side.replay_needed
+    assert hosts_of(side).head == ()
 
 
 def test_what_does_not_train_is_not_replayed() -> None:

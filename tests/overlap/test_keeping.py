@@ -9,24 +9,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
 from overlap.contiguous import contiguous_step
 from overlap.engine import Engine, MicrobatchState
 from overlap.errors import RaceError, ScheduleError
-from overlap.ir import Lane, Op, parse_schedule
-from overlap.keeping import LOADED, STORED
+from overlap.ir import WEIGHTS, Lane, Op, parse_schedule
+from overlap.keeping import LOADED, STORED, last_stage
 from overlap.lower import Issue, Plan
 from overlap.orders import Order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, PlanRequest, StepPlan, make_schedule
 from overlap.recording import RecordingLanes
 from overlap.reference import reference_step
+from overlap.side import Side
 from overlap.step import train_step
 from overlap.validate import validate
 from overlap.verify import step_facts, verify
 from recompute import ConfigError, Keep, RecomputeConfig
 from recompute.keep import Sharded
 from tests.overlap.hiding import HIDDEN, SHAPES, orders, race_free, step_plans, with_mtp
-from tests.overlap.programs import differences, drive, dummy_program, fake_owner, result_of, tiny_chunk, tiny_feeds
+from tests.overlap.programs import (
+    Weight,
+    differences,
+    drive,
+    dummy_program,
+    fake_owner,
+    nothing,
+    result_of,
+    tiny_chunk,
+    tiny_feeds,
+)
 from tests.overlap.test_selective import chunk, feeds
 
 HOST = Keep.HOST
@@ -81,6 +93,49 @@ def test_what_a_graph_keeps_stays() -> None:
     read = {value for stage in side.stages(2) for value in stage.reads}
     assert "1.hidden" in read
     assert side.stored == ("embedded", "0.hidden")
+
+
+def test_a_parameter_stays() -> None:
+    """The repeated MTP layer's weights are values that replays alone read."""
+    model = chunk(uniform(1), mtp=2, mtp_repeat=True)
+    side = model.planner.side(uniform(1), model.program.trained())
+    weights = model.program.by_key[None, WEIGHTS].writes
+    assert set(weights) & {value for key in side.replay_needed for value in side.program.by_key[key].reads}
+    assert not set(weights) & {*side.stored}
+
+
+def skipping() -> Side:
+    """Three layers, one segment each, that all read what the first stage wrote; each ends with a transfer."""
+    b = ProgramBuilder()
+    (x,) = b.compute("embed", nothing, b.input("ids"), outputs=("x",), parameters=(Weight(),))
+    hidden = x
+    for layer in range(3):
+        with b.layer(layer):
+            (rows,) = b.compute("attn", nothing, *dict.fromkeys((hidden, x)), outputs=("rows",), parameters=(Weight(),))
+            (hidden,) = b.comm("combine", nothing, rows, outputs=("out",), adjoint=nothing)
+    (loss,) = b.compute("head", nothing, hidden, outputs=("loss",), parameters=(Weight(),))
+    b.loss(loss)
+    program = b.build()
+    return Planner(program, Order.parse("plain", "F.* B.* R.* W.*"), delayed=False).side(uniform(1), program.trained())
+
+
+def test_what_several_segments_read_leaves_with_the_last_and_returns_for_the_first() -> None:
+    side = skipping()
+    slots = [str(s) for s in make_schedule(Order.parse("plain", "F.* B.* R.* W.*"), None, side, delayed=False)]
+    assert slots.index("L0.embed") < slots.index("R0.2.attn")
+    assert slots.count("L0.embed") == 1
+    # The transfer behind it is another lane's: the memory goes back to the lane that wrote it.
+    assert last_stage("x", side).key == (2, "attn")
+
+
+def test_what_is_pinned_stays() -> None:
+    """The experts alone are rebuilt: they read the rows that were sent, and how these arrived."""
+    config = RecomputeConfig.selective("experts", keep=HOST)
+    model = chunk(config, layers=1)
+    side = model.planner.side(config, model.program.trained())
+    (experts,) = (stage for stage in model.program.stages if stage.name == "experts")
+    assert set(side.stored) == {value for value in experts.reads if not model.program.nondiff(value)}
+    assert len(side.stored) < len(experts.reads)
 
 
 def test_a_layer_that_is_not_recomputed_has_no_input_to_store() -> None:
@@ -179,6 +234,24 @@ def test_a_slot_left_out_is_refused(left_out: str, message: str) -> None:
         validate(tuple(slot for slot in slots if str(slot) != left_out), sides)
     with pytest.raises(ScheduleError, match="moves nothing"):
         validate((*slots, *parse_schedule("S1.1.post")), sides)
+
+
+@pytest.mark.parametrize(
+    ("moved", "message"),
+    [
+        ("S0.embed", "S0.embed moves what no earlier slot writes"),
+        ("L0.embed", "L0.embed brings back what never left"),
+    ],
+)
+def test_a_copy_before_there_is_something_to_copy_is_refused(moved: str, message: str) -> None:
+    ahead, behind = schedules(uniform(1), "DD")
+    slots = [f"{slot[0]}0{slot[2:]}" for slot in ahead] + behind
+    program = dummy_program("DD")
+    side = Planner(program, Order.parse("plain", "F.* B.* R.* W.*"), delayed=False).side(uniform(1), program.trained())
+    validate(parse_schedule(" ".join(slots)), {0: side})
+    slots.remove(moved)
+    with pytest.raises(ScheduleError, match=message):
+        validate(parse_schedule(" ".join([moved, *slots])), {0: side})
 
 
 REAL = [

@@ -59,6 +59,8 @@ def test_the_order_found_is_a_whole_table(found: Found) -> None:
     for op in (Op.FORWARD, Op.BACKWARD, Op.REPLAY):
         assert found.order.named(op) == STAGE_NAMES
     assert found.order.named(Op.WGRAD) == STAGE_NAMES - {"dispatch", "combine"}
+    places = [found.order.steps.index(Step(Op.BACKWARD, stage)) for stage in ("mtp_post", "post", "combine")]
+    assert places == sorted(places), "what costs nothing here stands where layers that have it allow it"
 
 
 def test_the_same_seed_finds_the_same_order(found: Found) -> None:

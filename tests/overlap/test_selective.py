@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from overlap.engine import Feeds
 from overlap.ir import Op
 from overlap.model import Decoder, ModelConfig
 from overlap.plan import PlanRequest
+from overlap.selective import modules_of, rebuilt_parts, rebuilt_stages
 from overlap.verify import step_facts, verify
 from recompute import ConfigError, RecomputeConfig, RecomputeModule, inner
+from tests.overlap.programs import dummy_program
 
 EVERY = tuple(RecomputeModule)
 INNER = ("core_attn", "layernorm", "mla_up_proj", "moe_act")
@@ -61,6 +64,15 @@ def test_a_stage_is_rebuilt_right_before_its_backward(module: str) -> None:
 
 def test_parts_of_stages_add_no_slot() -> None:
     assert step_facts(chunk(selective(*INNER)), 2).slots == step_facts(chunk(RecomputeConfig.none()), 2).slots
+
+
+def test_stages_outside_any_layer_are_no_modules() -> None:
+    program = dummy_program("")
+    named = replace(program.stages[0], name="attn", inner=frozenset({RecomputeModule.MOE_ACT}))
+    program = replace(program, stages=(named, *program.stages[1:]))
+    assert rebuilt_stages(program, selective("attn"), ()) == ()
+    assert rebuilt_parts(program, selective("moe_act"), ()) == {}
+    assert RecomputeModule.ATTN not in modules_of(program)
 
 
 def test_modules_apply_where_no_segment_is() -> None:

@@ -6,10 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from overlap.builder import ProgramBuilder
 from overlap.ir import Op, Program, parse_schedule
+from overlap.orders import get_order
+from overlap.plan import BACKWARD_SIDE, make_schedule
 from overlap.side import Side, stages_of
+from overlap.validate import validate
 from recompute import RecomputeConfig
-from tests.overlap.programs import dummy_program, label, side_of
+from tests.overlap.programs import Weight, dummy_program, label, nothing, side_of
 
 
 def needed(program: Program, config: RecomputeConfig) -> set[str]:
@@ -38,6 +42,20 @@ def test_replay_needed_is_what_backward_needs_and_what_feeds_it() -> None:
     assert needed(dummy_program("MM"), RecomputeConfig.uniform(2)) == first | last
     assert needed(dummy_program("MM"), RecomputeConfig.block(1)) == first - {"0.combine", "0.post"}
     assert needed(dummy_program("MM"), RecomputeConfig.none()) == set()
+
+
+def test_what_is_pinned_brings_no_replay_of_its_writer() -> None:
+    """Its readers get what the first pass pinned, and a schedule without the writer's replay is accepted."""
+    b = ProgramBuilder()
+    x = b.input("x")
+    with b.layer(0):
+        y, choice = b.compute("attn", nothing, x, outputs=("y",), nondiff=("choice",), pins=("choice",))
+        (z,) = b.compute("experts", nothing, x, choice, outputs=("z",), parameters=(Weight(),))
+        (loss,) = b.compute("post", nothing, y, z, outputs=("loss",), adjoint=nothing)
+    b.loss(loss)
+    side = side_of(b.build(), RecomputeConfig.uniform(1))
+    assert {label(key) for key in side.replay_needed} == {"0.experts"}
+    validate(make_schedule(get_order("plain"), None, side, delayed=False), {BACKWARD_SIDE: side})
 
 
 def test_what_does_not_train_is_replayed_only_as_food() -> None:

@@ -15,7 +15,7 @@ from overlap.ir import Lane, Op
 from overlap.orders import Order, get_order
 from overlap.plan import Planner
 from overlap.simulate import MANY_QUEUES, ONE_QUEUE, QUEUES, Task, exposure, place_tasks, simulate, task_of
-from overlap.steady import Steady, chain_of, measure, measure_step
+from overlap.steady import Steady, chain_of, measure, measure_step, window
 from overlap.synthetic import System
 from overlap.timeline import Timeline
 from recompute import ConfigError, RecomputeConfig, Replay
@@ -90,6 +90,11 @@ def test_merged_weight_gradients_take_the_same_time() -> None:
     both = [simulate("", system("plain", ONE_LAYER, delayed=d).step_runs(2), H200, MANY_QUEUES) for d in (True, False)]
     assert both[0].busy(Lane.COMPUTE, 0, 1e9) == pytest.approx(both[1].busy(Lane.COMPUTE, 0, 1e9))
     assert len(both[0].spans) > len(both[1].spans)
+
+
+@pytest.mark.parametrize(("group", "pairs"), [(1, (4, 8)), (2, (4, 8)), (3, (6, 12)), (5, (5, 10))])
+def test_what_is_measured_is_settled_and_whole_segments(group: int, pairs: tuple[int, int]) -> None:
+    assert window(group) == pairs
 
 
 def test_refused() -> None:

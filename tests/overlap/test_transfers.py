@@ -63,7 +63,14 @@ def test_a_pair_hides_both_sends(order: str, replay: Replay) -> None:
     assert slots[slots.index("B0.send") + 1] == "B0.4.post"
 
 
-@pytest.mark.parametrize(("ahead", "behind"), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)])
+def test_an_order_that_runs_attention_backward_before_the_transfers_keeps_it_there() -> None:
+    plans, halves = make_plans((1, 2, 2, 1), uniform(1, EXPOSED), "early_release")
+    slots = words(plans.pair(halves[1], halves[2]))
+    places = [slots.index(word) for word in ("B0.3.attn", "N1.2.combine", "F1.send")]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize(("ahead", "behind"), [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2), (1, 3)])
 def test_forward_is_sent_before_backward(ahead: int, behind: int) -> None:
     """Ranks agree on the order of messages whatever the numbers of layers, empty stages included."""
     plans, halves = make_plans((1, 3, 0, 2), uniform())

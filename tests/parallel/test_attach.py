@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from overlap.parallel.attach import DataSettings, make_parallel
+from overlap.parallel.replicas import Replicas
 from overlap.step import train_step
 from overlap.verify import compare
 from recompute import ConfigError, RecomputeConfig
@@ -41,7 +42,10 @@ def beside_experts(ep: int, fsdp: bool) -> dict[str, object]:
     for name, gradient in gradients(wanted).items():
         assert gradient is not None
         found.append(float((whole[name] - gradient).abs().max()))
-    return {"equal": verdict.equal, "worst": max(found), "compared": len(found)}
+    alone = isinstance(split.parallel, Replicas) and any(
+        bucket.reduction.group is None for bucket in split.parallel.buckets(split.program)
+    )
+    return {"equal": verdict.equal, "worst": max(found), "compared": len(found), "alone": alone}
 
 
 @pytest.mark.parametrize(("size", "ep", "fsdp"), [(2, 2, False), (2, 2, True), (4, 2, False), (4, 2, True)])
@@ -49,6 +53,7 @@ def test_gradients_are_those_without_expert_parallelism(ranks: RankPool, size: i
     """An expert's gradient holds the tokens of all ranks that it serves, so it is divided by all data ranks too."""
     for found in ranks(size, beside_experts, ep, fsdp):
         assert found["equal"]
+        assert found["alone"] == (size == ep and not fsdp), "nobody to reduce with"
         assert found["compared"] == len(list(small_chunk(LAYERS).parameters()))
         assert float(str(found["worst"])) < 1e-13
 

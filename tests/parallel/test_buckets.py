@@ -47,6 +47,15 @@ def test_kinds_of_reduction_do_not_share_a_bucket() -> None:
     assert make_buckets(chunk.program, lambda _: None) == ()
 
 
+def test_types_of_gradients_do_not_share_a_bucket() -> None:
+    chunk = small_chunk()
+    wide = chunk.module.get_parameter("head.norm.weight")
+    wide.data = wide.data.double()
+    buckets = make_buckets(chunk.program, lambda _: ALONE)
+    assert sorted(str(bucket.parameters[0].dtype) for bucket in buckets) == ["torch.float32", "torch.float64"]
+    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in buckets)
+
+
 def test_a_reduction_divides_and_a_parameter_without_gradient_ends_with_zeros() -> None:
     chunk = small_chunk()
     (bucket,) = make_buckets(chunk.program, lambda _: ALONE)

@@ -73,6 +73,15 @@ def test_visits_of_one_layer_that_overlap_are_one() -> None:
     assert middle == [Visit(1, min(every), max(every))]
 
 
+def test_a_visit_within_another_does_not_end_it() -> None:
+    plan = plan_of(HIDDEN, delayed=True)
+    own = [issue for issue in plan.issues if issue.slot.layer == 1]
+    behind = [issue for issue in own if issue.slot.microbatch == BACKWARD_SIDE]
+    ahead = [issue for issue in own if issue.slot.microbatch == FORWARD_SIDE]
+    within = replace(plan, issues=(behind[0], *ahead, *behind[1:]))
+    assert visits(within, by_layer(within)) == (Visit(1, 0, len(own) - 1),)
+
+
 def test_a_hidden_replay_has_two_segments_there_and_no_more() -> None:
     plan = plan_of(HIDDEN, delayed=True, forward=False)
     found = visits(plan, by_layer(plan))

@@ -8,12 +8,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap.chunk import ModelChunk
+from overlap.lower import Plan
 from overlap.parallel import replicas
 from overlap.parallel.attach import DataSettings, make_parallel
-from overlap.parallel.buckets import Bucket, Pending, start_reduction
+from overlap.parallel.buckets import Bucket, Pending, Reduction, start_reduction
+from overlap.parallel.collective_log import NoLog
+from overlap.parallel.data import ChunkRun
 from overlap.parallel.fsdp import ParameterGroup
 from overlap.parallel.moments import last_gradients
+from overlap.parallel.replicas import Replicas
 from overlap.parallel.world import World
+from overlap.plan import PlanRequest
 from overlap.reference import reference_step
 from overlap.step import forward_only, train_step
 from overlap.verify import compare
@@ -275,3 +281,22 @@ def copied() -> str:
     with pytest.raises(TypeError, match="cannot be copied"):
         copy.deepcopy(parallel_chunk(world_of(), SMALL))
     return "cannot be copied"
+
+
+def test_reductions_of_a_failed_step_are_forgotten() -> None:
+    """Also where nothing begins the next one: a pipeline's plans hold their reductions."""
+    chunk = small_chunk()
+    alone = Replicas(lambda: lambda _: Reduction(group=None, divide=2, dtype=None), NoLog())
+    (bucket,) = alone.buckets(chunk.program)
+    (around,) = alone.around(chunk.program, [ChunkRun(plan=backward_of(chunk), backward=0)], reduce=True)
+    ((start,),) = around.after.values()
+    start()
+    alone.abandon()
+    for parameter in bucket.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    alone.end()
+    assert all(parameter.grad is not None and bool(parameter.grad.all()) for parameter in bucket.parameters)
+
+
+def backward_of(chunk: ModelChunk) -> Plan:
+    return chunk.planner.plan(PlanRequest(None, RecomputeConfig.none(), chunk.program.trained()))

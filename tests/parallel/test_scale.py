@@ -3,7 +3,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from overlap.parallel.attach import DataSettings
 from overlap.parallel.counters import share_logged_losses
@@ -67,10 +66,11 @@ def test_logged_losses_become_the_mean_of_all_ranks(ranks: RankPool) -> None:
 
 
 def test_the_factor_is_of_the_tokens_of_all_calls(ranks: RankPool) -> None:
-    assert ranks(2, several_calls) == [2 / 100] * 2
+    assert ranks(2, several_calls, (30, 70)) == [2 / 100] * 2
+    # Nothing but padding: every loss is a sum of nothing, and no factor makes it infinite.
+    assert ranks(2, several_calls, (0, 0)) == [2.0] * 2
 
 
-def several_calls() -> float:
+def several_calls(tokens: tuple[int, int]) -> float:
     world = world_of()
-    total = torch.tensor([30, 70])[world.rank]
-    return PerTokenOfRanks(world).factor(feeds_of(world.rank, 1), 2, int(total))
+    return PerTokenOfRanks(world).factor(feeds_of(world.rank, 1), 2, tokens[world.rank])

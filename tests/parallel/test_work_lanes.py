@@ -223,8 +223,10 @@ def test_a_transfer_that_fails_leaves_none_behind() -> None:
 
         def after(self, issue: Issue, owner: Owner) -> None:
             if issue.lane is Lane.COMM:
-                lost = Lost(torch.ones(1), torch.ones(1))
-                lanes._pending.append((lanes._issued, Launched(cast(Any, lost), ())))
+                # One stops the step, the next one the end of it, the last one would stop the step after.
+                for _ in range(3):
+                    lost = Lost(torch.ones(1), torch.ones(1))
+                    lanes._pending.append((lanes._issued, Launched(cast(Any, lost), ())))
 
     with pytest.raises(RuntimeError, match="connection closed"):
         train_step(chunk, microbatches(), observers=(Cut(),))
@@ -235,3 +237,21 @@ def test_a_transfer_that_fails_leaves_none_behind() -> None:
     wanted = chunk_with(LocalTransport(), WorkLanes(Works()), RecomputeConfig.none(), False)
     reference_step(wanted, microbatches())
     assert all(same_bits(gradients(chunk)[name], gradient) for name, gradient in gradients(wanted).items())
+
+
+def test_after_a_launch_that_fails_nothing_is_collected() -> None:
+    works = Works()
+
+    class Broken(LateTransport):
+        def send(self, rows: Tensor | None) -> Tensor | None:
+            if len(self.made) == 3:
+                raise RuntimeError("no route")
+            return super().send(rows)
+
+    chunk = chunk_with(Broken(works), WorkLanes(works), RecomputeConfig.none(), False)
+    chunk.checked = True
+    with pytest.raises(RuntimeError, match="no route"):
+        train_step(chunk, microbatches())
+    work = LateCopy(torch.ones(2), torch.empty(2))
+    works.add(cast(Any, work), (work.source, work.target))
+    assert work.done

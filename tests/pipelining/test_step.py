@@ -17,6 +17,7 @@ from overlap.ir import Op
 from overlap.lower import Issue
 from overlap.model.router import Router
 from overlap.pipelining import ScheduleKind, evaluate_pipeline, train_pipeline
+from overlap.pipelining.channels import Handover
 from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
 from overlap.step import forward_only
@@ -213,11 +214,16 @@ def test_a_step_that_failed_leaves_nothing_and_the_next_one_works() -> None:
         reference = make_reference(ScheduleKind.INTERLEAVED, config, uniform())
         feeds = batch(config, 4)
         state = torch.get_rng_state()
+        schedule = pipeline.schedule(len(feeds))
+        schedule.fwd_recv_ops[9, 9] = schedule.bwd_recv_ops[9, 9] = []
         with pytest.raises(ArithmeticError, match="planted") as caught:
             train_pipeline(pipeline, feeds, engine_type=FailsOnce)
         assert any("B" in note and "of the plan" in note for note in caught.value.__notes__)
         assert torch.equal(torch.get_rng_state(), state)
         assert all(not stage.states for stage in pipeline.stages)
+        assert not schedule.fwd_recv_ops
+        assert not schedule.bwd_recv_ops
+        assert not any(channel._tensors for channel in pipeline.channels if isinstance(channel, Handover))
         for chunk in pipeline.chunks:
             chunk.zero_grad()
         expected = reference_step(reference, feeds)

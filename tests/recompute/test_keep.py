@@ -19,6 +19,7 @@ LAYOUTS: Mapping[str, Tensor] = {
     "expanded": torch.arange(3.0).view(3, 1).expand(3, 5),
     "scalar": torch.tensor(2.0),
     "empty": torch.empty(0, 3),
+    "empty rows": torch.empty(2, 0),
     "ids": torch.arange(6).view(2, 3),
     "narrow": torch.arange(6, dtype=torch.bfloat16),
 }
@@ -39,7 +40,7 @@ def test_only_the_span_of_a_view_is_kept() -> None:
     whole = torch.zeros(100, 10)
     assert park(whole[40:42, :5], HostStore()).kept.numel() == 15
     assert span((3, 5), (1, 0)) == 3
-    assert span((0, 5), (5, 1)) == 0
+    assert span((0, 5), (5, 1)) == span((2, 0), (1, 1)) == 0
 
 
 def test_values_may_be_nested() -> None:

@@ -88,13 +88,14 @@ def candidate(rule: RecomputeConfig, peak: int, milliseconds: float) -> Candidat
 
 SLOW = candidate(RecomputeConfig.uniform(1), 30, 9.0)
 MIDDLE = candidate(RecomputeConfig.uniform(1, replay=Replay.HIDDEN), 40, 8.0)
+TIE = candidate(RecomputeConfig.uniform(3), 41, 8.0)
 WORSE = candidate(RecomputeConfig.uniform(2), 45, 8.5)
 FAST = candidate(RecomputeConfig.none(), 100, 7.0)
 
 
 @pytest.mark.parametrize(("budget", "fastest"), [(29, None), (30, SLOW), (50, MIDDLE), (100, FAST)])
 def test_fastest_that_fits(budget, fastest) -> None:
-    decision = Decision(budget=budget, candidates=(WORSE, FAST, SLOW, MIDDLE))
+    decision = Decision(budget=budget, candidates=(WORSE, FAST, SLOW, TIE, MIDDLE))
     assert decision.fastest == fastest
     assert decision.frontier == (SLOW, MIDDLE, FAST)
     assert decision.missing == max(30 - budget, 0)

@@ -103,6 +103,18 @@ def test_put_off_gradients_are_added_when_drained(late: bool) -> None:
     assert weight.grad.tolist() == [4.0] * 3
 
 
+def test_uses_of_which_one_cannot_be_added_are_summed() -> None:
+    pieces, weight, collector = Pieces(), weight_with(torch.ones(3)), WeightGradients()
+    with adding_in_place():
+        with collect_weight_gradients(collector):
+            weight_gradient(weight, pieces.compute, torch.full((3,), 2.0), add=pieces.add)
+            weight_gradient(weight, pieces.compute, torch.full((3,), 3.0))
+        ((owner, gradient),) = collector.drain()
+    assert owner is weight
+    assert gradient.tolist() == [5.0] * 3
+    assert (pieces.whole, pieces.added) == (2, 0)
+
+
 def test_two_uses_round_as_they_do_at_once() -> None:
     """One after the other into `.grad`, in the order of use: now and later give the same bits."""
     big, small = torch.tensor([1.0]), torch.tensor([2.0**-24])
