@@ -81,7 +81,7 @@ def train_step(
     first, scale = chunk.first_draw(len(microbatches)), call.scale
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
     running = [plan for plan, _ in plans]
-    begin_call(chunk)
+    begin_call(chunk, (chunk,))
     with rollback(chunk.program) as before:
         with engine_for(chunk, running, observers, engine_type, reduce=last) as engine:
             for plan, numbers in plans:

@@ -74,7 +74,7 @@ def train_pipeline(
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
         stage.open_step(microbatches, call.scale, replayed_feeds(stage.chunk, len(microbatches)))
-    begin_call(pipeline)
+    begin_call(pipeline, pipeline.chunks)
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
     joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
     running = _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last)
