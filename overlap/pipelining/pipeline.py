@@ -94,6 +94,8 @@ class Pipeline:
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False
         """Whether all ranks were found to have the same settings."""
+        self.torn = False
+        """Whether messages of a step that failed may still be under way between ranks."""
         self.accumulating = False
         """Whether gradients of this pipeline wait for a later call to reduce them."""
 

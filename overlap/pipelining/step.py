@@ -9,6 +9,7 @@ import torch
 
 from overlap.accumulation import begin_call, end_call, next_call
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
+from overlap.errors import PipelineTorn
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.agree import agree, compare_collectives, gather
 from overlap.pipelining.compat import forget_receives
@@ -41,7 +42,8 @@ def train_pipeline(
     """Forward and backward of all microbatches through this rank's stages; gradients add to `.grad`.
 
     Collective over the pipeline's group. If a stage raises, the exception passes through and this rank holds nothing
-    of the step; the other ranks find out when their receives time out.
+    of the step; the other ranks find out when their receives time out. Where ranks had begun to hand over, the pipeline
+    takes no further step.
 
     Args:
         pipeline: This rank's share.
@@ -60,7 +62,9 @@ def train_pipeline(
         ConfigError: Bad feeds, `accumulate`, `last`; another scale than in calls before; microbatches that the
             schedule does not take; ranks with different settings.
         ProgramError: A stage does not do what it declares (checked at the first call).
+        PipelineTorn: A step before failed while messages were under way.
     """
+    check_whole(pipeline)
     pipeline.bind_replaced()
     check_pipeline_feeds(pipeline, microbatches)
     check_accumulate(accumulate, last)
@@ -104,7 +108,11 @@ def evaluate_pipeline(
         microbatches: As in train_pipeline.
         observers: Watch the run.
         engine_type: What runs the plans.
+
+    Raises:
+        PipelineTorn: A step before failed while messages were under way.
     """
+    check_whole(pipeline)
     pipeline.bind_replaced()
     check_pipeline_feeds(pipeline, microbatches)
     schedule = pipeline.schedule(len(microbatches))
@@ -162,8 +170,7 @@ def _running(
             pipeline.executor.close_step()
             if not done:
                 forget_receives(schedule)
-                for channel in pipeline.channels:
-                    channel.clear()
+                pipeline.torn |= any([channel.clear() for channel in pipeline.channels])
                 for stage in pipeline.stages:
                     stage.clear()
 
@@ -207,6 +214,16 @@ def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
         for field, value in stage.chunk.settings(num_microbatches).items()
     })  # fmt: skip
     pipeline.agreed = True
+
+
+def check_whole(pipeline: Pipeline) -> None:
+    """Refuse a step whose ranks would take messages of a failed one for its own.
+
+    Raises:
+        PipelineTorn: A step before failed while messages were under way.
+    """
+    if pipeline.torn:
+        raise PipelineTorn
 
 
 def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> None:

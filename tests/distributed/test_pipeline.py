@@ -203,3 +203,33 @@ def drawn(count: int, seed: int) -> list[str]:
 
 def test_drawn_pipelines_under_delays(ranks: RankPool) -> None:
     assert ranks(3, drawn, 2, 7) == [[], [], []]
+
+
+class OneFails(Engine):
+    """Rank 1 fails in the second microbatch of its first layer; rank 0 has sent that one, and waits for its return."""
+
+    def issue(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Layer 1 is the first of rank 1."""
+        if issue.slot.layer == 1 and owner.number == 1:
+            raise ArithmeticError("planted")
+        super().issue(issue, owner)
+
+
+def after_one_failed() -> list[str]:
+    """What a step ends with that fails on rank 1, then an evaluation and another step."""
+    config, ends = small(layers=4), []
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
+    evaluate_pipeline(pipeline, batch(config, 4))
+    for run in (partial(train_pipeline, engine_type=OneFails), evaluate_pipeline, train_pipeline):
+        try:
+            run(pipeline, batch(config, 4))
+        except (ArithmeticError, RuntimeError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+def test_no_step_takes_messages_of_one_that_failed(ranks: RankPool) -> None:
+    """Rank 1's next step would send what rank 0, still in the failed one, takes for that step's microbatches."""
+    first, second = ranks(2, after_one_failed, timeout=5.0)
+    assert first == ["RuntimeError", "PipelineTorn", "PipelineTorn"]
+    assert second == ["ArithmeticError", "PipelineTorn", "PipelineTorn"]
