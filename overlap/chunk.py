@@ -7,7 +7,7 @@ Program.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol, Self, cast
+from typing import Any, Protocol, Self, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,15 @@ class HasProgram(Protocol):
 
     def program(self) -> Program:
         """The module's stages, bound to this very module."""
+
+
+@runtime_checkable
+class GivesSettings(Protocol):
+    """A module that says what decides its numbers and its communication beside its parameters."""
+
+    @property
+    def compared_settings(self) -> Mapping[str, object]:
+        """By name; ranks compare the text of the values."""
 
 
 class ModelChunk(nn.Module):
@@ -100,6 +109,8 @@ class ModelChunk(nn.Module):
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self.shards = shards
+        self.cut_short = 0
+        """Collectives that this rank launched in a step that failed, if ranks have not compared them since."""
         self._bind()
         self._check_recompute(self.recompute, shards)
         if shards is not None and not _any_sharded(self.recompute):
@@ -228,6 +239,14 @@ class ModelChunk(nn.Module):
         """
         return self.world.data_rank * num_microbatches
 
+    def fail(self, launched: int) -> None:
+        """A step failed after so many collectives: before the next one, ranks compare where they stopped.
+
+        A rank that launched none may run the step again beside others that wait for it.
+        """
+        if launched:
+            self.cut_short, self.agreed = self.cut_short + launched, False
+
     def settings(self, num_microbatches: int) -> dict[str, object]:
         """What all ranks of a pipeline stage must agree on before their first step, causes first."""
         program, parameters = self.program, dict(self.module.named_parameters())
@@ -236,6 +255,7 @@ class ModelChunk(nn.Module):
             "dtype": sorted({str(parameter.dtype) for parameter in parameters.values()}),
             "decoder_layers": len(program.layers) - len(program.mtp_layers),
             "mtp_layers": len(program.mtp_layers),
+            **self.model_settings,
             "parameters": tuple(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items()),
             "frozen_parameters": tuple(name for name, parameter in parameters.items() if not parameter.requires_grad),
             "seed": self.seed,
@@ -250,6 +270,12 @@ class ModelChunk(nn.Module):
             "lead": self.lead,
             "loss_scale": repr(self.loss_scale),
         }
+
+    @property
+    def model_settings(self) -> dict[str, str]:
+        """Those of the module, as far as it says them."""
+        given = self.module.compared_settings if isinstance(self.module, GivesSettings) else {}
+        return {name: str(value) for name, value in given.items()}
 
     @property
     def stores(self) -> Stores:

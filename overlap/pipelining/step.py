@@ -42,15 +42,13 @@ def train_pipeline(
     """Forward and backward of all microbatches through this rank's stages; gradients add to `.grad`.
 
     Collective over the pipeline's group. If a stage raises, the exception passes through and this rank holds nothing
-    of the step; the other ranks find out when their receives time out. Where ranks had begun to hand over, the pipeline
-    takes no further step.
+    of the step; the others find out when their receives time out. If messages were under way, no further step runs.
 
     Args:
         pipeline: This rank's share.
         microbatches: Feeds of the whole model, the same on all ranks of the pipeline.
         accumulate: Calls per optimizer step, of as many microbatches each; losses are scaled by one over all of them.
-        last: Whether this is the last of these calls: gradients are then reduced over the replicas, and the two copies
-            of an embedding that the ends share get the sum of theirs.
+        last: Whether this is the last of these calls: gradients are then reduced, those of a shared embedding added.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
         observers: Watch the step.
         engine_type: What runs the plans; a test may break one thing in a subclass.
@@ -59,10 +57,9 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: Bad feeds, `accumulate`, `last`; another scale than in calls before; microbatches that the
-            schedule does not take; ranks with different settings.
+        ConfigError: Bad arguments, also for the schedule; another scale than in calls before; ranks that differ.
         ProgramError: A stage does not do what it declares (checked at the first call).
-        PipelineTorn: A step before failed while messages were under way.
+        PipelineTorn: See check_whole().
     """
     check_whole(pipeline)
     pipeline.bind_replaced()
@@ -196,6 +193,7 @@ def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
     shape = {
         "pp_layout": pipeline.layout.layers,
         "pp": pipeline.layout.pp,
+        **first.model_settings,
         "schedule": str(pipeline.kind),
         "microbatches": num_microbatches,
         "seed": first.seed,

@@ -128,11 +128,11 @@ def most_posted(kind: ScheduleKind, rank: int, microbatches: int) -> int:
     return most
 
 
-def disagree() -> str:
+def disagree(field: str) -> str:
     world = open_world(ParallelLayout(world_size=2, pp=2))
-    pipeline = make_pipeline(
-        ScheduleKind.INTERLEAVED, small(layers=4), uniform(), world=world, loss_scale=Scale(dist.get_rank())
-    )
+    scale = Scale(dist.get_rank() if field == "loss_scale" else 0)
+    config = small(layers=4, mhc=2 if field == "mhc" and dist.get_rank() else None)
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform(), world=world, loss_scale=scale)
     try:
         train_pipeline(pipeline, batch(small(layers=4), 4))
     except ConfigError as error:
@@ -175,8 +175,9 @@ class Scale:
         return 1.0
 
 
-def test_ranks_with_different_settings_do_not_start(ranks: RankPool) -> None:
-    assert ranks(2, disagree) == ["loss_scale", "loss_scale"]
+@pytest.mark.parametrize("field", ["loss_scale", "mhc"])
+def test_ranks_with_different_settings_do_not_start(ranks: RankPool, field: str) -> None:
+    assert ranks(2, disagree, field, timeout=10.0) == [field, field]
 
 
 def drawn(count: int, seed: int) -> list[str]:
