@@ -95,7 +95,7 @@ class ModelChunk(nn.Module):
             raise ConfigError(field="delay_wgrad", value=delay_wgrad, rule="must be True or False")
         self.module = module
         self.recompute = recompute
-        hidden = any(config.replay is Replay.HIDDEN for config in _each(self.recompute))
+        hidden = any(config.replay is Replay.HIDDEN for config in each_config(self.recompute))
         replay = Replay.HIDDEN if hidden else Replay.JUST_IN_TIME
         self.order = order if isinstance(order, Order) else get_order(order, replay)
         self.delay_wgrad = delay_wgrad
@@ -182,7 +182,7 @@ class ModelChunk(nn.Module):
         self._recompute: Configs = configs
 
     def _check_recompute(self, recompute: Configs, shards: Sharded | None) -> None:
-        for config in _each(recompute):
+        for config in each_config(recompute):
             check_modules(self.program, config)
         if shards is None and _any_sharded(recompute):
             rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
@@ -330,9 +330,10 @@ def _configs_of(recompute: object) -> Configs:
     return configs
 
 
-def _each(recompute: Configs) -> tuple[RecomputeConfig, ...]:
+def each_config(recompute: Configs) -> tuple[RecomputeConfig, ...]:
+    """The configs of a chunk's setting."""
     return (recompute,) if isinstance(recompute, RecomputeConfig) else recompute
 
 
 def _any_sharded(recompute: Configs) -> bool:
-    return any(config.keep is Keep.SHARDED for config in _each(recompute))
+    return any(config.keep is Keep.SHARDED for config in each_config(recompute))

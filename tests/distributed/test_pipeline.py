@@ -128,6 +128,18 @@ def most_posted(kind: ScheduleKind, rank: int, microbatches: int) -> int:
     return most
 
 
+def optimizer_of_a_rank() -> int:
+    """How many tensors the optimizer of this rank has; as a V the second one may hold two empty stages."""
+    pipeline = make_pipeline(ScheduleKind.ZBV, small(layers=2), uniform(), per_stage=(1, 0, 0, 1))
+    return sum(len(group["params"]) for group in torch.optim.AdamW(pipeline.parameter_groups()).param_groups)
+
+
+def test_a_rank_with_empty_stages_has_an_optimizer(ranks: RankPool) -> None:
+    first, second = ranks(2, optimizer_of_a_rank)
+    assert first > 10
+    assert second == 0
+
+
 def disagree(field: str) -> str:
     world = open_world(ParallelLayout(world_size=2, pp=2))
     scale = Scale(dist.get_rank() if field == "loss_scale" else 0)
