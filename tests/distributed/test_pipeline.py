@@ -33,7 +33,7 @@ from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from tests.distributed.ranks import RankPool
+from tests.distributed.ranks import RankPool, collect, start_ranks
 from tests.pipelining.models import LostGradient, batch, different, make_pipeline, make_reference, small, uniform
 
 pytestmark = pytest.mark.distributed
@@ -241,8 +241,10 @@ def after_one_failed() -> list[str]:
     return ends
 
 
-def test_no_step_takes_messages_of_one_that_failed(ranks: RankPool) -> None:
+def test_no_step_takes_messages_of_one_that_failed() -> None:
     """Rank 1's next step would send what rank 0, still in the failed one, takes for that step's microbatches."""
-    first, second = ranks(2, after_one_failed, timeout=5.0)
-    assert first == ["RuntimeError", "PipelineTorn", "PipelineTorn"]
-    assert second == ["ArithmeticError", "PipelineTorn", "PipelineTorn"]
+    with start_ranks(2, after_one_failed, timeout=20.0) as workers:
+        outcome = collect(workers, 60.0)
+    assert outcome.failures == {}
+    assert outcome.results[0] == ["RuntimeError", "PipelineTorn", "PipelineTorn"]
+    assert outcome.results[1] == ["ArithmeticError", "PipelineTorn", "PipelineTorn"]

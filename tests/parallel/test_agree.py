@@ -25,7 +25,7 @@ from overlap.scale import LossScale
 from overlap.verify import compare
 from recompute import RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from tests.distributed.ranks import RankPool
+from tests.distributed.ranks import RankPool, collect, start_ranks
 from tests.parallel.models import feeds_of, gradients, parallel_chunk, world_of
 
 pytestmark = pytest.mark.distributed
@@ -222,9 +222,13 @@ def after_a_failed_step(slots: tuple[str, str]) -> list[object]:
     return [*ends, compare(gradients(fresh), gradients(chunk)).different]
 
 
-def test_ranks_that_stopped_at_different_places_do_not_go_on(ranks: RankPool) -> None:
+def test_ranks_that_stopped_at_different_places_do_not_go_on() -> None:
     """A reduction that one of them launched would pair with another one of the next step."""
-    first, second = ranks(2, after_a_failed_step, ("B1.1.attn", "B1.0.attn"), limit=20.0)
+    # processes of their own: that reduction stays under way
+    with start_ranks(2, after_a_failed_step, ("B1.1.attn", "B1.0.attn")) as workers:
+        outcome = collect(workers, 60.0)
+    assert outcome.failures == {}
+    first, second = outcome.results[0], outcome.results[1]
     assert first[:3] == second[:3]
     assert first[0] == "planted"
     assert first[1] == first[2]
@@ -233,4 +237,4 @@ def test_ranks_that_stopped_at_different_places_do_not_go_on(ranks: RankPool) ->
 
 def test_ranks_that_stopped_at_the_same_place_go_on(ranks: RankPool) -> None:
     """Negative control of the test above."""
-    assert ranks(2, after_a_failed_step, ("B1.1.attn", "B1.1.attn"), limit=20.0) == [["planted", "", "", ()]] * 2
+    assert ranks(2, after_a_failed_step, ("B1.1.attn", "B1.1.attn")) == [["planted", "", "", ()]] * 2
