@@ -69,9 +69,16 @@ def next_call(
     return call
 
 
-def begin_call(model: object) -> None:
-    """Forget the calls before: if this one fails, gradients are undefined, and the optimizer step begins anew."""
-    _begun.pop(model, None)
+def begin_call(model: object, chunks: Sequence[ModelChunk]) -> None:
+    """Forget the calls before: if this one fails, gradients are undefined, and the optimizer step begins anew.
+
+    Args:
+        model: What the call is made for.
+        chunks: Its chunks. Where no call waits for its last one, gradients that are there are those of earlier steps.
+    """
+    if _begun.pop(model, None) is None:
+        for chunk in chunks:
+            chunk.parallel.keep_reduced(chunk.program)
 
 
 def end_call(model: object, call: Call, *, last: bool) -> None:

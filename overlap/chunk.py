@@ -45,6 +45,15 @@ class HasProgram(Protocol):
         """The module's stages, bound to this very module."""
 
 
+@runtime_checkable
+class GivesSettings(Protocol):
+    """A module that says what decides its numbers and its communication beside its parameters."""
+
+    @property
+    def compared_settings(self) -> Mapping[str, object]:
+        """By name; ranks compare the text of the values."""
+
+
 class ModelChunk(nn.Module):
     """A model chunk and how its training step runs.
 
@@ -89,7 +98,7 @@ class ModelChunk(nn.Module):
         super().__init__()
         self.module = module
         self.recompute = recompute
-        hidden = any(config.replay is Replay.HIDDEN for config in _each(self.recompute))
+        hidden = any(config.replay is Replay.HIDDEN for config in each_config(self.recompute))
         replay = Replay.HIDDEN if hidden else Replay.JUST_IN_TIME
         self.order = order if isinstance(order, Order) else get_order(order, replay)
         self.delay_wgrad = delay_wgrad
@@ -103,6 +112,8 @@ class ModelChunk(nn.Module):
         self.steps_done = 0
         """Successful training steps; part of the state dict, since every draw depends on it."""
         self.shards = shards
+        self.cut_short = 0
+        """Collectives that this rank launched in a step that failed, if ranks have not compared them since."""
         self._bind()
         self._check_recompute(self.recompute, shards)
         if shards is not None and not _any_sharded(self.recompute):
@@ -176,7 +187,7 @@ class ModelChunk(nn.Module):
         self._recompute: Configs = configs
 
     def _check_recompute(self, recompute: Configs, shards: Sharded | None) -> None:
-        for config in _each(recompute):
+        for config in each_config(recompute):
             check_modules(self.program, config)
         if shards is None and _any_sharded(recompute):
             rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
@@ -233,6 +244,14 @@ class ModelChunk(nn.Module):
         """
         return self.world.data_rank * num_microbatches
 
+    def fail(self, launched: int) -> None:
+        """A step failed after so many collectives: before the next one, ranks compare where they stopped.
+
+        A rank that launched none may run the step again beside others that wait for it.
+        """
+        if launched:
+            self.cut_short, self.agreed = self.cut_short + launched, False
+
     def settings(self, num_microbatches: int) -> dict[str, object]:
         """What all ranks of a pipeline stage must agree on before their first step, causes first."""
         program, parameters = self.program, dict(self.module.named_parameters())
@@ -241,6 +260,7 @@ class ModelChunk(nn.Module):
             "dtype": sorted({str(parameter.dtype) for parameter in parameters.values()}),
             "decoder_layers": len(program.layers) - len(program.mtp_layers),
             "mtp_layers": len(program.mtp_layers),
+            **self.model_settings,
             "parameters": tuple(f"{name} {tuple(parameter.shape)}" for name, parameter in parameters.items()),
             "frozen_parameters": tuple(name for name, parameter in parameters.items() if not parameter.requires_grad),
             "seed": self.seed,
@@ -255,6 +275,12 @@ class ModelChunk(nn.Module):
             "lead": self.lead,
             "loss_scale": repr(self.loss_scale),
         }
+
+    @property
+    def model_settings(self) -> dict[str, str]:
+        """Those of the module, as far as it says them."""
+        given = self.module.compared_settings if isinstance(self.module, GivesSettings) else {}
+        return {name: str(value) for name, value in given.items()}
 
     @property
     def stores(self) -> Stores:
@@ -348,9 +374,10 @@ def _configs_of(recompute: object) -> Configs:
     return configs
 
 
-def _each(recompute: Configs) -> tuple[RecomputeConfig, ...]:
+def each_config(recompute: Configs) -> tuple[RecomputeConfig, ...]:
+    """The configs of a chunk's setting."""
     return (recompute,) if isinstance(recompute, RecomputeConfig) else recompute
 
 
 def _any_sharded(recompute: Configs) -> bool:
-    return any(config.keep is Keep.SHARDED for config in _each(recompute))
+    return any(config.keep is Keep.SHARDED for config in each_config(recompute))

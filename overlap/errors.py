@@ -7,6 +7,7 @@
     +-- RaceError        RecordingLanes saw lanes race; names the slot, the value and the rule
     +-- RanksDisagree    ranks issued different collectives; names the first that differs
     +-- RankFailed       another rank raised, ended or did not arrive; names it and its slot
+    +-- PipelineTorn     a step failed while its pipeline's ranks handed over; they can take no other
 
 Wrong settings raise recompute.ConfigError (field, value, rule). What a stage raises while a step runs reaches the
 caller as it is, with a note naming the slot.
@@ -94,6 +95,16 @@ class RankFailed(RuntimeError):
 
     def __str__(self) -> str:
         return f"rank {self.rank} {self.reason}; it was last seen {self.where}"
+
+
+class PipelineTorn(RuntimeError):
+    """A step of a pipeline failed between messages, which the next step's receives would take for its own."""
+
+    def __str__(self) -> str:
+        return (
+            "a step of this pipeline failed while its ranks handed over: messages of it may still be under way, and "
+            "another step would take them for its own; start the processes again"
+        )
 
 
 def _excerpt(slots: Sequence[object], index: int) -> str:

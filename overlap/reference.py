@@ -41,7 +41,7 @@ def reference_step(
     call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)
     precision = capture_precision(chunk.device.type)
     states = []
-    begin_call(chunk)
+    begin_call(chunk, (chunk,))
     with rollback(chunk.program), no_autocast(chunk.device.type), chunk.parallel.whole():
         for number, feeds in enumerate(microbatches):
             owner = MicrobatchState(number, feeds, call.scale, chunk.first_draw(len(microbatches)))

@@ -22,7 +22,7 @@ from overlap.engine import Engine, Feeds, MicrobatchState, Observer
 from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
-from overlap.parallel.agree import agree, compare_collectives
+from overlap.parallel.agree import agree, compare_collectives, compare_failed
 from overlap.plan import FORWARD_SIDE, StepPlan
 from overlap.signature import comm_signature
 from recompute import state
@@ -65,10 +65,10 @@ def train_step(
         Each microbatch's losses, in order.
 
     Raises:
-        ConfigError: Bad feeds, `accumulate`, `last`, autocast; another scale than in calls before; ranks that differ
-            (found before the first step, and the first after settings or parameters were replaced).
+        ConfigError: Bad feeds, `accumulate`, `last`, autocast; another scale than in calls before; ranks that differ.
         ScheduleError: The order does not fit the program.
         ProgramError: A stage does not do what it declares (checked at the first call).
+        RanksDisagree: Ranks stopped at different places of a step that failed.
     """
     check_chunk(chunk)
     chunk.bind_replaced()
@@ -77,13 +77,14 @@ def train_step(
     if not torch.is_grad_enabled():
         return forward_only(chunk, microbatches, observers=observers, engine_type=engine_type)
     check_precision(chunk.device)
+    _agree_once(chunk, len(microbatches))
     call = next_call(chunk, (chunk,), microbatches, accumulate, total_tokens)
     plans = step_plans(chunk, len(microbatches))
-    _check_once(chunk, microbatches)
+    _check_once(chunk, microbatches[0])
     kept = replayed_feeds(chunk, len(microbatches))
     first, scale = chunk.first_draw(len(microbatches)), call.scale
     states = [MicrobatchState(n, snapshot_feeds(feeds, kept[n]), scale, first) for n, feeds in enumerate(microbatches)]
-    begin_call(chunk)
+    begin_call(chunk, (chunk,))
     with rollback(chunk.program) as before:
         with engine_for(chunk, [plan for plan, _ in plans], observers, engine_type, reduce=last) as engine:
             for plan, numbers in plans:
@@ -99,14 +100,18 @@ def train_step(
     return [owner.outputs for owner in states]
 
 
-def _check_once(chunk: ModelChunk, microbatches: Sequence[Feeds]) -> None:
-    """Before the first step, and the first after a change: ranks agree, and stages do what they declare."""
+def _agree_once(chunk: ModelChunk, num_microbatches: int) -> None:
+    """Before the first step, and the first after a change or a failure. Loss scales may communicate: before them."""
     if not (chunk.checked and chunk.agreed):
-        agree_on_step(chunk, len(microbatches))
+        agree_on_step(chunk, num_microbatches)
         chunk.agreed = True
+
+
+def _check_once(chunk: ModelChunk, feeds: Feeds) -> None:
+    """The same for what stages declare."""
     if not chunk.checked:
         with chunk.parallel.whole():
-            check_stages(chunk, microbatches[0])
+            check_stages(chunk, feeds)
         chunk.checked = True
 
 
@@ -115,8 +120,11 @@ def agree_on_step(chunk: ModelChunk, num_microbatches: int) -> None:
 
     Raises:
         ConfigError: On every rank; names the setting that differs and each rank's value.
+        RanksDisagree: They stopped at different places of a step that failed.
     """
     if chunk.world.groups is not None:
+        compare_failed(chunk.world, chunk.cut_short)
+        chunk.cut_short = 0
         communication = comm_signature(step_plans(chunk, num_microbatches))
         agree(chunk.world, {**chunk.settings(num_microbatches), "communication": communication})
 
@@ -142,6 +150,9 @@ def forward_only(
     check_chunk(chunk)
     chunk.bind_replaced()
     check_feeds(chunk.program, microbatches, trains=False)
+    if chunk.cut_short:
+        compare_failed(chunk.world, chunk.cut_short)
+        chunk.cut_short = 0
     plan = chunk.planner.forward_plan()
     first = chunk.first_draw(len(microbatches))
     states = [MicrobatchState(number, feeds, 1.0, first) for number, feeds in enumerate(microbatches)]
@@ -342,7 +353,7 @@ def engine_on(
     for observer in observers:
         check_kind("observers", observer, Observer, "observers: each has before() and after()")
     first = chunks[0]
-    device = first.device
+    device, launched = first.device, first.world.collectives.launched
     engine = engine_type(
         lanes,
         run_seed=first.seed,
@@ -360,6 +371,8 @@ def engine_on(
             for chunk in chunks:
                 chunk.parallel.end()
         except BaseException:
+            for chunk in chunks:
+                chunk.fail(first.world.collectives.launched - launched)
             _abandon(chunks)
             raise
 

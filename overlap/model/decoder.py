@@ -6,6 +6,7 @@ Legend: B sequences, S positions, C hidden, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from functools import partial
 from types import NoneType
 from typing import cast
@@ -37,6 +38,8 @@ from recompute.errors import ConfigError
 _LOCAL = LocalTransport()
 ARRIVING = "arriving"
 """Feed of a part that does not open the model: where the residual state arrives."""
+_OWN = frozenset({"dtype", "max_seq"})
+"""Fields of the config that ranks do not compare: parameters may be converted, and say their type themselves."""
 Init = Callable[[nn.Module, int], None]
 """init(model, seed) fills every parameter."""
 
@@ -105,6 +108,12 @@ class Decoder(nn.Module):
     def per_token_loss(self) -> bool:
         """Whether the losses are sums over tokens; or means."""
         return self.config.per_token_loss
+
+    @property
+    def compared_settings(self) -> Mapping[str, object]:
+        """Its config, but for what a rank may choose by itself: how long its sequences may be."""
+        config = self.config
+        return {field.name: getattr(config, field.name) for field in fields(config) if field.name not in _OWN}
 
     @property
     def feed_names(self) -> tuple[str, ...]:

@@ -54,6 +54,25 @@ def agree(world: World, settings: Mapping[str, object]) -> None:
                 raise ConfigError(field=field, value=_shortened(values), rule="must be the same on these ranks")
 
 
+def compare_failed(world: World, launched: int) -> None:
+    """Check that all ranks stopped at the same place of a step that failed, or had no such step.
+
+    Else a collective that some of them launched would pair with one of the next step.
+
+    Collective over all ranks of the job.
+
+    Args:
+        world: This rank.
+        launched: Collectives that it launched in steps that failed.
+
+    Raises:
+        RanksDisagree: On every rank, if any two differ.
+    """
+    counts = gather(world, launched)
+    if len(set(counts)) > 1:
+        raise RanksDisagree({rank: f"{count} until its step failed" for rank, count in enumerate(counts)})
+
+
 def compare_collectives(world: World) -> None:
     """In debug mode, check that all ranks of each pipeline stage issued the same collectives since the last call.
 

@@ -96,6 +96,15 @@ def make_buckets(
     return tuple(done)
 
 
+def undo_division(bucket: Bucket) -> None:
+    """Scale gradients that are there, equal on the ranks that are summed over, so that a reduction gives them again."""
+    group = bucket.reduction.group
+    too_much = bucket.reduction.divide // (1 if group is None else group.size())
+    for parameter in bucket.parameters if too_much > 1 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(too_much)
+
+
 def start_reduction(bucket: Bucket) -> Pending:
     """Begin to reduce a bucket on the current stream.
 

@@ -18,6 +18,9 @@ from overlap.lower import Issue
 class Collectives(Protocol):
     """Takes note of collectives."""
 
+    launched: int
+    """How many so far."""
+
     def record(self, operation: str, what: str, tensor: Tensor) -> None:
         """Note one that is about to be launched.
 
@@ -29,10 +32,14 @@ class Collectives(Protocol):
 
 
 class NoLog:
-    """Takes no notes."""
+    """Takes no notes; counts."""
+
+    def __init__(self) -> None:
+        self.launched = 0
 
     def record(self, operation: str, what: str, tensor: Tensor) -> None:
-        """Nothing."""
+        """Count a collective."""
+        self.launched += 1
 
 
 class CollectiveLog:
@@ -43,6 +50,7 @@ class CollectiveLog:
 
     def __init__(self) -> None:
         self.entries: list[str] = []
+        self.launched = 0
         self._slot = ""
 
     def before(self, issue: Issue, owner: MicrobatchState) -> None:
@@ -56,6 +64,7 @@ class CollectiveLog:
 
     def record(self, operation: str, what: str, tensor: Tensor) -> None:
         """Note a collective."""
+        self.launched += 1
         width = "x".join(map(str, tensor.shape[1:])) or "1"
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.entries.append(f"{self._slot}{operation} {what} {dtype} [{width}]")

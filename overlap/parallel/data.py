@@ -38,6 +38,9 @@ class DataParallel(Protocol):
             ConfigError: What is there now cannot be kept in step.
         """
 
+    def keep_reduced(self, program: Program) -> None:
+        """Gradients that are there were reduced before: the next reduction, which adds to them, is to leave them so."""
+
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """A step begins.
 
@@ -87,6 +90,9 @@ class Alone:
 
     def bound(self) -> None:
         """Nothing was made."""
+
+    def keep_reduced(self, program: Program) -> None:
+        """Nothing reduces."""
 
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """The lanes as they are: the hot loop sees nothing of this."""

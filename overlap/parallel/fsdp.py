@@ -89,6 +89,9 @@ class ParameterGroup:
             whole = item._unsharded_param
             if whole.requires_grad and whole.grad is None and item.unsharded_accumulated_grad is None:
                 whole.grad = torch.zeros_like(whole)
+        if self._group._orig_dtype is None:
+            # FSDP2 looked for the types of gradients when nothing here trained
+            self._group._init_mp_dtypes()
         if reduce:
             self._collectives.record("reduce_scatter", self.name, self.parameters[0])
         self._group.reduce_grads = reduce

@@ -13,7 +13,15 @@ from overlap.ir import Program
 from overlap.lanes import Lanes
 from overlap.lower import Plan
 from overlap.parallel.actions import ActingLanes, Actions
-from overlap.parallel.buckets import BUCKET_BYTES, Bucket, Pending, Reduction, make_buckets, start_reduction
+from overlap.parallel.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    Pending,
+    Reduction,
+    make_buckets,
+    start_reduction,
+    undo_division,
+)
 from overlap.parallel.collective_log import Collectives
 from overlap.parallel.data import ChunkRun
 from overlap.parallel.moments import gradients_of, last_gradients
@@ -52,6 +60,11 @@ class Replicas:
         self._reduction_of = self._reductions()
         self._buckets.clear()
         self._actions.clear()
+
+    def keep_reduced(self, program: Program) -> None:
+        """See DataParallel.keep_reduced. The mean of equal gradients is theirs, but not of an expert's few ranks."""
+        for bucket in self.buckets(program):
+            undo_division(bucket)
 
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """See DataParallel.begin."""

@@ -68,6 +68,10 @@ class Sharded:
         self._actions.clear()
         self._rest.bound()
 
+    def keep_reduced(self, program: Program) -> None:
+        """See DataParallel.keep_reduced; FSDP2 adds to gradients of shards what it has reduced."""
+        self._rest.keep_reduced(program)
+
     def begin(self, program: Program, plans: Sequence[Plan], lanes: Lanes, *, reduce: bool) -> Lanes:
         """See DataParallel.begin."""
         uses = self.uses(program)

@@ -6,7 +6,7 @@ open_world() forms the groups once; whoever communicates is handed a group and a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -57,6 +57,8 @@ class World:
     """None: one process that belongs to no process group, as in SOLO."""
     debug: CollectiveLog | None = None
     """Takes note of collectives, so that ranks can compare them after each step; None: nobody does."""
+    count: NoLog = field(default_factory=NoLog)
+    """Counts collectives where nobody takes note of them."""
     watch: Observer | None = None
     """Notes where this rank is, for the others; None: nobody does."""
 
@@ -67,7 +69,7 @@ class World:
     @property
     def collectives(self) -> Collectives:
         """What takes note of collectives."""
-        return NoLog() if self.debug is None else self.debug
+        return self.count if self.debug is None else self.debug
 
     @property
     def observers(self) -> tuple[Observer, ...]:

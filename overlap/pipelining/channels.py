@@ -47,8 +47,8 @@ class Channel(Protocol):
     def finish(self) -> None:
         """Wait for everything sent."""
 
-    def clear(self) -> None:
-        """Forget everything: the step failed."""
+    def clear(self) -> bool:
+        """Forget everything: the step failed. Says whether messages of it may still be under way."""
 
 
 class Handover:
@@ -95,9 +95,10 @@ class Handover:
     def finish(self) -> None:
         """Nothing is on its way."""
 
-    def clear(self) -> None:
-        """Drop what nobody took."""
+    def clear(self) -> bool:
+        """Drop what nobody took; it went nowhere."""
         self._tensors.clear()
+        return False
 
 
 class Wire:
@@ -127,11 +128,14 @@ class Wire:
         self._device = device
         self._coming: dict[int, tuple[Tensor, dist.Work]] = {}
         self._sent: dict[int, tuple[Tensor, dist.Work]] = {}
+        self._used = False
+        """Whether anything was posted since the step began."""
         self.live = 0
         self.peak = 0
 
     def expect(self, microbatch: int, shape: Sequence[int]) -> None:
         """Allocate the buffer and post the receive."""
+        self._used = True
         self._lanes.enter(Lane.P2P)
         buffer = self.allocate(microbatch, shape)
         self._coming[microbatch] = (buffer, _posted(dist.irecv(buffer, group=self._group, group_src=self._peer)))
@@ -159,6 +163,7 @@ class Wire:
         """Start sending; the tensor is held until it has left."""
         if tensor.dtype is not self._dtype:
             raise RecomputeError(f"a pipeline stage hands over {tensor.dtype}, but {self._dtype} was announced")
+        self._used = True
         self._sent = {number: item for number, item in self._sent.items() if not item[1].is_completed()}
         message = tensor.contiguous()
         self._sent[microbatch] = (message, _posted(dist.isend(message, group=self._group, group_dst=self._peer)))
@@ -176,11 +181,13 @@ class Wire:
         """Wait for everything sent."""
         for microbatch in list(self._sent):
             self.settle(microbatch)
+        self._used = False
 
-    def clear(self) -> None:
-        """Forget what is on its way; messages of the failed step may still arrive."""
+    def clear(self) -> bool:
+        """Forget what is on its way; how far the other side got is not known here."""
         self._coming.clear()
         self._sent.clear()
+        return self._used
 
 
 def _released(wire: weakref.ref[Wire]) -> Callable[[], None]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overlap.chunk import ModelChunk
+from overlap.chunk import ModelChunk, each_config
 from overlap.lanes import Lanes
 from overlap.lead import IN_PIPELINE
 from overlap.model.cut import Border, Cut
@@ -23,7 +23,7 @@ from overlap.pipelining.schedules import SPLITS, OrderedSchedule, ScheduleKind, 
 from overlap.pipelining.shared import SharedEmbedding
 from overlap.pipelining.stage import ChunkStage
 from recompute.checks import check_kind
-from recompute.config import check_bool, parse_choice
+from recompute.config import Keep, check_bool, parse_choice
 from recompute.errors import ConfigError
 
 MakeChunk = Callable[[Cut, Border], ModelChunk]
@@ -47,8 +47,8 @@ class Pipeline:
         runtime: Makes the schedules.
 
     Raises:
-        ConfigError: The group has another size than the layout, or the schedule cuts backward in two and the chunks do
-            not delay weight gradients.
+        ConfigError: The group has another size than the layout, the schedule cuts backward in two and the chunks do not
+            delay weight gradients, or they have a lead or keep segment inputs elsewhere.
     """
 
     def __init__(
@@ -92,6 +92,8 @@ class Pipeline:
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
         if self.first.lead:
             raise ConfigError(field="lead", value=self.first.lead, rule=IN_PIPELINE)
+        for chunk in chunks.values():
+            _check_keep(chunk)
         self._pin = pin_activations
         self._bind()
         self.executor = Executor(self.stages, lanes)
@@ -99,6 +101,8 @@ class Pipeline:
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False
         """Whether all ranks were found to have the same settings."""
+        self.torn = False
+        """Whether messages of a step that failed may still be under way between ranks."""
         self.accumulating = False
         """Whether gradients of this pipeline wait for a later call to reduce them."""
 
@@ -110,9 +114,14 @@ class Pipeline:
         self.shared.join()
 
     def bind_replaced(self) -> None:
-        """Follow chunks that are bound to their module anew; see ModelChunk.bind_replaced."""
+        """Follow chunks that are bound to their module anew; see ModelChunk.bind_replaced.
+
+        Raises:
+            ConfigError: As when the pipeline is made, for a setting that may change.
+        """
         for stage in self.stages:
             stage.chunk.bind_replaced()
+            _check_keep(stage.chunk)
         if any(stage.chunk.planner is not self._planners[stage.stage_index] for stage in self.stages):
             self._bind()
 
@@ -154,11 +163,18 @@ class Pipeline:
         """The same as an optimizer takes them: those of one layout over ranks together."""
         every = [g["params"] for chunk in self.chunks for g in chunk.parallel.parameter_groups(chunk.module)]
         trained = [[parameter for parameter in group if parameter is not self.shared.alias] for group in every]
-        return [{"params": group} for group in trained if group]
+        # an optimizer takes a group of none, and a rank with empty stages has no other
+        return [{"params": group} for group in trained if group] or [{"params": []}]
 
     def named_buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers of this rank by their names in the whole model."""
         return {name: buffer for chunk in self.chunks for name, buffer in chunk.module.named_buffers()}
+
+
+def _check_keep(chunk: ModelChunk) -> None:
+    for keep in {config.keep for config in each_config(chunk.recompute)} - {Keep.DEVICE}:
+        rule = "a pipeline moves its states between ranks only: its segment inputs stay on the device"
+        raise ConfigError(field="keep", value=keep.value, rule=rule)
 
 
 def cut_of(layout: PipelineLayout, stage: int) -> Cut:

@@ -9,6 +9,7 @@ import torch
 
 from overlap.accumulation import begin_call, end_call, next_call
 from overlap.engine import Engine, Feeds, MicrobatchState, Observer
+from overlap.errors import PipelineTorn
 from overlap.parallel.actions import ActingLanes, Actions
 from overlap.parallel.agree import agree, compare_collectives, gather
 from overlap.pipelining.compat import forget_receives
@@ -43,14 +44,13 @@ def train_pipeline(
     """Forward and backward of all microbatches through this rank's stages; gradients add to `.grad`.
 
     Collective over the pipeline's group. If a stage raises, the exception passes through and this rank holds nothing
-    of the step; the other ranks find out when their receives time out.
+    of the step; the others find out when their receives time out. If messages were under way, no further step runs.
 
     Args:
         pipeline: This rank's share.
         microbatches: Feeds of the whole model, the same on all ranks of the pipeline.
         accumulate: Calls per optimizer step, of as many microbatches each; losses are scaled by one over all of them.
-        last: Whether this is the last of these calls: gradients are then reduced over the replicas, and the two copies
-            of an embedding that the ends share get the sum of theirs.
+        last: Whether this is the last of these calls: gradients are then reduced, those of a shared embedding added.
         total_tokens: Tokens of all these calls, for a per-token loss scale.
         observers: Watch the step.
         engine_type: What runs the plans; a test may break one thing in a subclass.
@@ -59,9 +59,9 @@ def train_pipeline(
         Per microbatch, the losses and outputs of this rank's stages, by value name.
 
     Raises:
-        ConfigError: Bad feeds, `accumulate`, `last`; another scale than in calls before; microbatches that the
-            schedule does not take; ranks with different settings.
+        ConfigError: Bad arguments, also for the schedule; another scale than in calls before; ranks that differ.
         ProgramError: A stage does not do what it declares (checked at the first call).
+        PipelineTorn: See check_whole().
     """
     _bind(pipeline)
     check_pipeline_feeds(pipeline, microbatches)
@@ -76,7 +76,7 @@ def train_pipeline(
     schedule = pipeline.schedule(len(microbatches))
     for stage in pipeline.stages:
         stage.open_step(microbatches, call.scale, replayed_feeds(stage.chunk, len(microbatches)))
-    begin_call(pipeline)
+    begin_call(pipeline, pipeline.chunks)
     ends = (pipeline.layout.rank_of(0), pipeline.layout.rank_of(pipeline.layout.num_stages - 1))
     joined = pipeline.shared.apart(*ends, pipeline.group, after_others=pipeline.accumulating) if last else nullcontext()
     running = _running(pipeline, schedule, observers, engine_type, keep=True, reduce=last)
@@ -106,6 +106,9 @@ def evaluate_pipeline(
         microbatches: As in train_pipeline.
         observers: Watch the run.
         engine_type: What runs the plans.
+
+    Raises:
+        PipelineTorn: A step before failed while messages were under way.
     """
     _bind(pipeline)
     check_pipeline_feeds(pipeline, microbatches)
@@ -122,8 +125,9 @@ def evaluate_pipeline(
 
 
 def _bind(pipeline: Pipeline) -> None:
-    """Follow what was replaced in its chunks, if it is a pipeline."""
+    """Follow what was replaced in its chunks, if it is a pipeline that can go on."""
     check_kind("pipeline", pipeline, Pipeline, "a Pipeline")
+    check_whole(pipeline)
     pipeline.bind_replaced()
 
 
@@ -170,8 +174,7 @@ def _running(
             pipeline.executor.close_step()
             if not done:
                 forget_receives(schedule)
-                for channel in pipeline.channels:
-                    channel.clear()
+                pipeline.torn |= any([channel.clear() for channel in pipeline.channels])
                 for stage in pipeline.stages:
                     stage.clear()
 
@@ -197,6 +200,7 @@ def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
     shape = {
         "pp_layout": pipeline.layout.layers,
         "pp": pipeline.layout.pp,
+        **first.model_settings,
         "schedule": str(pipeline.kind),
         "microbatches": num_microbatches,
         "seed": first.seed,
@@ -215,6 +219,16 @@ def agree_on_pipeline(pipeline: Pipeline, num_microbatches: int) -> None:
         for field, value in stage.chunk.settings(num_microbatches).items()
     })  # fmt: skip
     pipeline.agreed = True
+
+
+def check_whole(pipeline: Pipeline) -> None:
+    """Refuse a step whose ranks would take messages of a failed one for its own.
+
+    Raises:
+        PipelineTorn: A step before failed while messages were under way.
+    """
+    if pipeline.torn:
+        raise PipelineTorn
 
 
 def check_pipeline_feeds(pipeline: Pipeline, microbatches: Sequence[Feeds]) -> None:

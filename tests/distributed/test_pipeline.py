@@ -33,7 +33,7 @@ from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
 from recompute.config import RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from tests.distributed.ranks import RankPool
+from tests.distributed.ranks import RankPool, collect, start_ranks
 from tests.pipelining.models import LostGradient, batch, different, make_pipeline, make_reference, small, uniform
 
 pytestmark = pytest.mark.distributed
@@ -128,11 +128,23 @@ def most_posted(kind: ScheduleKind, rank: int, microbatches: int) -> int:
     return most
 
 
-def disagree() -> str:
+def optimizer_of_a_rank() -> int:
+    """How many tensors the optimizer of this rank has; as a V the second one may hold two empty stages."""
+    pipeline = make_pipeline(ScheduleKind.ZBV, small(layers=2), uniform(), per_stage=(1, 0, 0, 1))
+    return sum(len(group["params"]) for group in torch.optim.AdamW(pipeline.parameter_groups()).param_groups)
+
+
+def test_a_rank_with_empty_stages_has_an_optimizer(ranks: RankPool) -> None:
+    first, second = ranks(2, optimizer_of_a_rank)
+    assert first > 10
+    assert second == 0
+
+
+def disagree(field: str) -> str:
     world = open_world(ParallelLayout(world_size=2, pp=2))
-    pipeline = make_pipeline(
-        ScheduleKind.INTERLEAVED, small(layers=4), uniform(), world=world, loss_scale=Scale(dist.get_rank())
-    )
+    scale = Scale(dist.get_rank() if field == "loss_scale" else 0)
+    config = small(layers=4, mhc=2 if field == "mhc" and dist.get_rank() else None)
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform(), world=world, loss_scale=scale)
     try:
         train_pipeline(pipeline, batch(small(layers=4), 4))
     except ConfigError as error:
@@ -175,8 +187,9 @@ class Scale:
         return 1.0
 
 
-def test_ranks_with_different_settings_do_not_start(ranks: RankPool) -> None:
-    assert ranks(2, disagree) == ["loss_scale", "loss_scale"]
+@pytest.mark.parametrize("field", ["loss_scale", "mhc"])
+def test_ranks_with_different_settings_do_not_start(ranks: RankPool, field: str) -> None:
+    assert ranks(2, disagree, field, timeout=10.0) == [field, field]
 
 
 def drawn(count: int, seed: int) -> list[str]:
@@ -203,3 +216,35 @@ def drawn(count: int, seed: int) -> list[str]:
 
 def test_drawn_pipelines_under_delays(ranks: RankPool) -> None:
     assert ranks(3, drawn, 2, 7) == [[], [], []]
+
+
+class OneFails(Engine):
+    """Rank 1 fails in the second microbatch of its first layer; rank 0 has sent that one, and waits for its return."""
+
+    def issue(self, issue: Issue, owner: MicrobatchState) -> None:
+        """Layer 1 is the first of rank 1."""
+        if issue.slot.layer == 1 and owner.number == 1:
+            raise ArithmeticError("planted")
+        super().issue(issue, owner)
+
+
+def after_one_failed() -> list[str]:
+    """What a step ends with that fails on rank 1, then an evaluation and another step."""
+    config, ends = small(layers=4), []
+    pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform())
+    evaluate_pipeline(pipeline, batch(config, 4))
+    for run in (partial(train_pipeline, engine_type=OneFails), evaluate_pipeline, train_pipeline):
+        try:
+            run(pipeline, batch(config, 4))
+        except (ArithmeticError, RuntimeError) as error:
+            ends.append(type(error).__name__)
+    return ends
+
+
+def test_no_step_takes_messages_of_one_that_failed() -> None:
+    """Rank 1's next step would send what rank 0, still in the failed one, takes for that step's microbatches."""
+    with start_ranks(2, after_one_failed, timeout=20.0) as workers:
+        outcome = collect(workers, 60.0)
+    assert outcome.failures == {}
+    assert outcome.results[0] == ["RuntimeError", "PipelineTorn", "PipelineTorn"]
+    assert outcome.results[1] == ["ArithmeticError", "PipelineTorn", "PipelineTorn"]

@@ -10,18 +10,23 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from overlap import ModelChunk, get_order, train_step
+from overlap import ModelChunk, PerMicrobatch, PerToken, forward_only, get_order, train_step
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.errors import RanksDisagree
 from overlap.model import Decoder, ModelConfig
 from overlap.parallel.agree import agree, compare_collectives, gather
+from overlap.parallel.attach import DataSettings
 from overlap.parallel.layout import ParallelLayout
+from overlap.parallel.scale import PerTokenOfRanks
 from overlap.parallel.work_lanes import WorkLanes
 from overlap.parallel.works import Works
 from overlap.parallel.world import SOLO, World, open_world
+from overlap.scale import LossScale
+from overlap.verify import compare
 from recompute import RecomputeConfig, Replay
 from recompute.errors import ConfigError
-from tests.distributed.ranks import RankPool
+from tests.distributed.ranks import RankPool, collect, start_ranks
+from tests.parallel.models import feeds_of, gradients, parallel_chunk, world_of
 
 pytestmark = pytest.mark.distributed
 TINY: dict[str, Any] = {"layers": 2, "hidden": 16, "heads": 2, "expert_width": 8, "shared_width": 8, "vocab": 32}
@@ -31,12 +36,19 @@ def join(size: int = 2, seconds: float = 20.0, debug: bool = False) -> World:
     return open_world(ParallelLayout(world_size=size, ep=2), "cpu", timedelta(seconds=seconds), debug=debug)
 
 
+def scale_of(world: World, differs: bool) -> LossScale:
+    """One that asks the other ranks for their tokens, or not."""
+    return PerTokenOfRanks(world) if differs else PerToken()
+
+
 def planted(setting: str) -> dict[str, Any]:
     """A chunk whose setting differs on rank 1; what every rank saw."""
     world = join()
     differs = world.rank == 1
     shape = {**TINY, **({"layers": 3} if differs and setting == "decoder_layers" else {})}
     shape.update({"mtp": 1} if differs and setting == "mtp_layers" else {})
+    shape.update({"capacity": 6} if differs and setting == "capacity" else {})
+    shape.update({"per_token_loss": True} if setting == "loss_scale" else {})
     shape.update({"dtype": "bfloat16"} if differs and setting == "dtype" else {})
     works = Works()
     model = Decoder(ModelConfig(**shape), transport=AllToAll(world.ep_group, works, world.collectives))
@@ -51,6 +63,7 @@ def planted(setting: str) -> dict[str, Any]:
         order=get_order("single_queue" if differs and setting == "order" else "multi_queue", rule.replay),
         delay_wgrad=differs and setting == "delay_wgrad",
         seed=int(differs and setting == "seed"),
+        loss_scale=scale_of(world, differs) if setting == "loss_scale" else PerMicrobatch(),
         lanes=WorkLanes(works),
         world=world,
     )
@@ -78,6 +91,9 @@ def planted(setting: str) -> dict[str, Any]:
         ("delay_wgrad", {0: False, 1: True}),
         ("seed", {0: 0, 1: 1}),
         ("microbatches", {0: 2, 1: 3}),
+        # sizes of collectives follow from it, and nothing of the program shows it
+        ("capacity", {0: "None", 1: "6"}),
+        ("loss_scale", None),
     ],
 )
 def test_a_planted_disagreement_raises_on_every_rank(ranks: RankPool, setting: str, values: Any) -> None:
@@ -175,3 +191,50 @@ def test_one_process_agrees_with_itself() -> None:
     agree(SOLO, {"layers": 1})
     compare_collectives(SOLO)
     assert gather(SOLO, 7) == [7]
+
+
+class Trip:
+    """Fails in one slot."""
+
+    def __init__(self, slot: str) -> None:
+        self._slot = slot
+
+    def before(self, issue: Any, owner: Any) -> None:
+        if f"{issue.slot.op}{owner.number}.{issue.stage.label}" == self._slot:
+            raise ArithmeticError("planted")
+
+    def after(self, issue: Any, owner: Any) -> None: ...
+
+
+def after_a_failed_step(slots: tuple[str, str]) -> list[object]:
+    """A step that fails in each rank's slot, an evaluation, the step again: how each ends, and what differs then."""
+    world = world_of()
+    chunk, fresh = (parallel_chunk(world, DataSettings(bucket_bytes=2000)) for _ in range(2))
+    train_step(fresh, feeds_of(world.rank, 2))
+    ends: list[object] = []
+    for step, trip in ((train_step, Trip(slots[world.rank])), (forward_only, Trip("")), (train_step, Trip(""))):
+        chunk.zero_grad()
+        try:
+            step(chunk, feeds_of(world.rank, 2), observers=(trip,))
+            ends.append("")
+        except (ArithmeticError, RanksDisagree) as error:
+            ends.append(str(error))
+    return [*ends, compare(gradients(fresh), gradients(chunk)).different]
+
+
+def test_ranks_that_stopped_at_different_places_do_not_go_on() -> None:
+    """A reduction that one of them launched would pair with another one of the next step."""
+    # processes of their own: that reduction stays under way
+    with start_ranks(2, after_a_failed_step, ("B1.1.attn", "B1.0.attn")) as workers:
+        outcome = collect(workers, 60.0)
+    assert outcome.failures == {}
+    first, second = outcome.results[0], outcome.results[1]
+    assert first[:3] == second[:3]
+    assert first[0] == "planted"
+    assert first[1] == first[2]
+    assert str(first[1]).startswith("ranks issued different collectives: rank 0: ")
+
+
+def test_ranks_that_stopped_at_the_same_place_go_on(ranks: RankPool) -> None:
+    """Negative control of the test above."""
+    assert ranks(2, after_a_failed_step, ("B1.1.attn", "B1.1.attn")) == [["planted", "", "", ()]] * 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -94,3 +96,24 @@ def test_one_process_is_left_as_it_is() -> None:
     assert chunk.parallel is before
     with pytest.raises(ConfigError, match="several data ranks"):
         make_parallel(chunk, DataSettings(fsdp=True))
+
+
+def on_top(fsdp: bool) -> float:
+    """Largest difference between two steps that add up and the sum of their gradients alone."""
+    world = world_of(ep=2)
+    model = {"experts": 4, "dtype": "float64"}
+    once, both = (parallel_chunk(world, DataSettings(fsdp=fsdp), model) for _ in range(2))
+    alone: list[dict[str, Any]] = []
+    for step in range(2):
+        for chunk in (once, both):
+            train_step(chunk, feeds_of(world.rank, 1, step))
+        alone.append(gradients(once))
+        once.zero_grad()
+    found = gradients(both)
+    return max(float((alone[0][name] + alone[1][name] - found[name]).abs().max()) for name in found)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_steps_add_to_gradients_of_the_step_before(ranks: RankPool, fsdp: bool) -> None:
+    """An expert's gradient is divided by more ranks than it is summed over: once, not again in every later step."""
+    assert max(ranks(2, on_top, fsdp)) < 1e-14

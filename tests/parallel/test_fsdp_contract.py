@@ -31,7 +31,7 @@ def arguments(function: Callable[..., Any]) -> list[str]:
 
 def test_what_is_called_takes_what_is_given() -> None:
     assert arguments(FSDPParamGroup.unshard) == ["self", "async_op"]
-    for method in (FSDPParamGroup.wait_for_unshard, FSDPParamGroup.reshard):
+    for method in (FSDPParamGroup.wait_for_unshard, FSDPParamGroup.reshard, FSDPParamGroup._init_mp_dtypes):
         assert arguments(method) == ["self"]
     assert arguments(FSDPParamGroup.post_backward) == ["self", "unused"]
     assert arguments(FSDPState._lazy_init) == ["self"]

@@ -131,6 +131,27 @@ def test_no_more_is_together_than_the_schedule_needs(
         assert scattered
 
 
+def thawed() -> tuple[str, ...]:
+    """A group of parameters that were frozen when they were sharded trains later; what differs from one that did."""
+    world = world_of()
+    later = small_chunk({"dtype": "bfloat16"}, world=world)
+    for name, parameter in later.module.named_parameters():
+        parameter.requires_grad_(".experts." not in name)
+    make_parallel(later, WIDE)
+    train_step(later, feeds_of(world.rank, 2))
+    always = parallel_chunk(world, WIDE, {"dtype": "bfloat16"})
+    always.steps_done = 1
+    later.module.requires_grad_(True)
+    later.zero_grad()
+    for chunk in (later, always):
+        train_step(chunk, feeds_of(world.rank, 2))
+    return compare(gradients(always), gradients(later)).different
+
+
+def test_a_group_that_trains_later_is_reduced_in_its_types(ranks: RankPool) -> None:
+    assert ranks(2, thawed) == [(), ()]
+
+
 def after_a_failure() -> tuple[bool, bool, tuple[str, ...]]:
     """R16: a stage raises on every rank; then everything is scattered, and a retry is the step that never failed."""
     world = world_of()
