@@ -72,11 +72,11 @@ class ChangingState:
         return self._names.get(storage, "of no module")
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Notes the storages of all that operations get."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.storages: set[int] = set()
 
     def __torch_dispatch__(

@@ -27,6 +27,7 @@ from overlap.plan import FORWARD_SIDE, StepPlan
 from overlap.signature import comm_signature
 from recompute import state
 from recompute.errors import ConfigError
+from recompute.keep import copied_feed
 from recompute.precision import capture_precision, no_autocast
 from recompute.rng import default_generators
 from recompute.wgrad import adding_in_place
@@ -182,7 +183,7 @@ def snapshot_feeds(feeds: Feeds, kept: frozenset[str]) -> Feeds:
 
 def _copy(name: str, value: Any) -> Any:
     if torch.is_tensor(value):
-        return value.detach().clone()
+        return copied_feed(value)
     try:
         return copy.deepcopy(value)
     except Exception as error:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
@@ -67,3 +68,26 @@ def test_without_backward_any_feed_will_do() -> None:
         (again,) = train_step(reader(uniform(1)), [GRADIENTS["x"]()])
     assert losses["loss"].item() == again["loss"].item() == 4.0
     assert not losses["loss"].requires_grad
+
+
+def rounding(module: Any, b: ProgramBuilder) -> None:
+    """A product with what is fed, whose weight gradient rounds as the feed lies in memory."""
+    x = b.input("x")
+    with b.layer(0):
+        mix = lambda x: torch.tanh(F.linear(x, module.w)) + x.mean(0) + x.sum(1, keepdim=True)  # noqa: E731
+        (y,) = b.compute("attn", mix, x, outputs=("y",), parameters=(module.w,))
+    b.loss(b.compute("head", lambda y: y.square().mean(), y, outputs=("loss",))[0])
+
+
+@pytest.mark.parametrize("where", ["slice", "not aligned", "transposed"])
+def test_a_replay_rounds_as_the_first_pass(where: str) -> None:
+    source = torch.Generator().manual_seed(0)
+    big = torch.randn(64, 38, generator=source)
+    x = {"slice": big[1:38, 3:11], "not aligned": big.flatten()[1:297].view(37, 8), "transposed": big[:8, :37].t()}
+    w = torch.randn(8, 8, generator=source)
+    expected, found = (
+        ModelChunk(Own(rounding, w=nn.Parameter(w.clone())), recompute=uniform(1), order="plain") for _ in range(2)
+    )
+    reference_step(expected, [{"x": x[where]}])
+    train_step(found, [{"x": x[where]}])
+    assert torch.equal(expected.module.w.grad, found.module.w.grad)
