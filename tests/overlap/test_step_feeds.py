@@ -91,3 +91,18 @@ def test_a_replay_rounds_as_the_first_pass(where: str) -> None:
     reference_step(expected, [{"x": x[where]}])
     train_step(found, [{"x": x[where]}])
     assert torch.equal(expected.module.w.grad, found.module.w.grad)
+
+
+def carrying(module: Any, b: ProgramBuilder) -> None:
+    x = b.input("x", needs_grad=True)
+    b.loss(b.compute("head", lambda x: (x * module.w).sum(), x, outputs=("loss",), parameters=(module.w,))[0])
+
+
+@pytest.mark.parametrize("step", [train_step, reference_step])
+@pytest.mark.parametrize("value", [torch.ones(4, dtype=torch.int64), [torch.ones(4)]], ids=["int64", "list"])
+def test_what_cannot_carry_the_declared_gradient_is_refused(step: Any, value: Any) -> None:
+    chunk = ModelChunk(Own(carrying, w=nn.Parameter(torch.ones(4))), order="plain")
+    rule = r"microbatches\[0\]\['x'\]=.*is declared with needs_grad=True: feed a tensor of a type that can have"
+    with pytest.raises(ConfigError, match=rule):
+        step(chunk, [{"x": value}])
+    step(chunk, [{"x": torch.ones(4)}])
