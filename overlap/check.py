@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from overlap.check_graph_only import check_graph_only
+from overlap.check_state import ChangingState
 from overlap.chunk import ModelChunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
@@ -55,6 +56,7 @@ def _check_stages(chunk: ModelChunk, feeds: Feeds, run: Run) -> None:
     values: dict[str, Any] = dict(feeds)
     buffers = dict(chunk.module.named_buffers())
     saved = {name: buffer.detach().clone() for name, buffer in buffers.items()}
+    changing = ChangingState(program, buffers)
     modules = [*chunk.module.named_modules()]
     generators = default_generators(chunk.device)
     states = [generator.get_state() for generator in generators]
@@ -65,7 +67,8 @@ def _check_stages(chunk: ModelChunk, feeds: Feeds, run: Run) -> None:
             inputs = [_copy(values[name]) if name in feeds else values[name] for name in stage.reads]
             versions = [_version(value) for value in inputs]
             before = {name: buffer._version for name, buffer in buffers.items()}
-            outputs = run(stage, _new_leaves(stage, program, inputs))
+            with changing.seen_by(stage):
+                outputs = run(stage, _new_leaves(stage, program, inputs))
             _check_reads(stage, inputs, versions, [values[name] for name in stage.reads])
             _check_draws(stage, generators, states)
             for name, buffer in buffers.items():
@@ -79,6 +82,7 @@ def _check_stages(chunk: ModelChunk, feeds: Feeds, run: Run) -> None:
                     buffer.data.copy_(saved[name])
             _check_parameters(stage, outputs, chunk, modules)
             _check_storage(stage, program, inputs, outputs)
+            changing.check_written(stage, outputs)
             values.update(zip(stage.writes, outputs, strict=True))
             _check_adjoint(stage, program, inputs, values, generators)
             values.update((n, v.detach()) for n, v in zip(stage.writes, outputs, strict=True) if not program.nondiff(n))

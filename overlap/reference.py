@@ -77,12 +77,15 @@ class _Border(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
         """The same storage."""
+        # A reader that gives no gradient gives none, rather than one of zeros.
+        ctx.set_materialize_grads(False)
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor | None) -> Tensor | None:
         """The same gradient, contiguous."""
-        return gradients[0].contiguous()
+        (gradient,) = gradients
+        return None if gradient is None else gradient.contiguous()
 
 
 def border(value: Tensor) -> Tensor:
@@ -121,7 +124,21 @@ def forward_stage(
             seed_at = partial(_seed_at, chunk.seed, microbatch, stage)
             stack.enter_context(seeded(seed_at(chunk.steps_done), default_generators(chunk.device), seed_at))
         result = stage.forward(*inputs, **({"pinned": pinned} if stage.pins else {}))
-    return result if len(stage.writes) != 1 else (result,)
+    return _apart(result) if len(stage.writes) != 1 else (result,)
+
+
+def _apart(results: Sequence[Any]) -> tuple[Any, ...]:
+    """Values of one stage, no two the same tensor: the uses of each are summed before they join the other's (R3).
+
+    Made last first, so that backward adds them in the order in which they are written.
+    """
+    found = list(results)
+    for place in reversed(range(len(found))):
+        value = found[place]
+        again = any(value is earlier for earlier in found[:place])
+        if again and torch.is_tensor(value) and value.requires_grad:
+            found[place] = border(value)
+    return tuple(found)
 
 
 def _seed_at(run_seed: int, microbatch: int, stage: Stage, step: int) -> int:

@@ -29,6 +29,7 @@ from recompute import state
 from recompute.checks import check_kind
 from recompute.config import check_bool, check_count
 from recompute.errors import ConfigError
+from recompute.keep import copied_feed
 from recompute.precision import capture_precision, no_autocast
 from recompute.rng import default_generators
 from recompute.wgrad import adding_in_place
@@ -196,7 +197,7 @@ def snapshot_feeds(feeds: Feeds, kept: frozenset[str]) -> Feeds:
 
 def _copy(name: str, value: Any) -> Any:
     if torch.is_tensor(value):
-        return value.detach().clone()
+        return copied_feed(value)
     try:
         return copy.deepcopy(value)
     except Exception as error:
@@ -246,12 +247,20 @@ def _check_gradients(program: Program, number: int, feeds: Feeds) -> None:
     """A gradient that is not declared would arrive or not as recompute has it: a replay reads a copy of the feed."""
     for source in program.inputs:
         if source.needs_grad:
+            _check_carries(number, source.name, feeds[source.name])
             continue
         for leaf in tree_leaves(feeds[source.name]):
             if torch.is_tensor(leaf) and leaf.requires_grad:
                 value = f"{leaf.dtype} {tuple(leaf.shape)} that requires grad"
                 rule = f"declare input({source.name!r}, needs_grad=True), or detach what is fed"
                 raise ConfigError(field=f"microbatches[{number}][{source.name!r}]", value=value, rule=rule)
+
+
+def _check_carries(number: int, name: str, value: Any) -> None:
+    if not torch.is_tensor(value) or not (value.is_floating_point() or value.is_complex()):
+        what = str(value.dtype) if torch.is_tensor(value) else type(value).__name__
+        rule = f"is declared with needs_grad=True: feed a tensor of a type that can have a gradient, not {what}"
+        raise ConfigError(field=f"microbatches[{number}][{name!r}]", value=what, rule=rule)
 
 
 def check_accumulate(accumulate: int, last: bool) -> None:

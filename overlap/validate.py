@@ -68,11 +68,17 @@ def _forward_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued) -> str
 
 
 def _state_fault(slot: Slot, stage: Stage, sides: Sides, issued: _Issued) -> str:
-    """State that changes in place must see the microbatches in their order, also where two run forward."""
-    if not stage.state or sides[slot.microbatch].stops is None:
+    """State that changes in place must see the microbatches in their order, also where two run forward.
+
+    Whoever else declares it must be done with it too: a buffer of several layers sees one microbatch after another.
+    """
+    side = sides[slot.microbatch]
+    if not stage.state or side.stops is None:
         return ""
     done = {key for op in _FORWARDS for mb, key in issued[op] if mb != slot.microbatch}
-    return "" if slot.key in done else "changes state in place before the microbatch ahead did"
+    own = {id(buffer) for buffer in stage.state}
+    late = [s for s in side.program.stages if s.key not in done and any(id(buffer) in own for buffer in s.state)]
+    return f"changes state in place before {late[0].label} of the microbatch ahead did" if late else ""
 
 
 def _replay_fault(slot: Slot, stage: Stage, side: Side, issued: _Issued, runs_forward: bool) -> str:

@@ -1,6 +1,7 @@
 """Where a segment input waits for its replay: host memory, or the memory of other ranks.
 
-Only bytes move: a tensor comes back with its shape, its strides and every bit.
+Only bytes move: a tensor comes back with its shape, its strides and every bit, as far from an aligned address as it
+was: a matrix product may round differently for another alignment.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ from recompute.config import Keep
 
 # torch 2.13 renamed it, and warns of the old name.
 _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
+
+
+ALIGNED = 64
+"""Bytes: what allocators align to at least, and what kernels look at."""
 
 
 class Store(Protocol):
@@ -97,6 +102,7 @@ class Parked(NamedTuple):
     length: int
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    skip: int
     device: torch.device
 
 
@@ -127,16 +133,38 @@ def shard_length(length: int, ranks: int) -> int:
     return -(-length // ranks)
 
 
+def lead_in(tensor: Tensor) -> int:
+    """Elements between the last aligned address before a tensor and the tensor; 0 if it is empty."""
+    return int(tensor.storage_offset()) % (ALIGNED // tensor.element_size()) if tensor.numel() else 0
+
+
+def copied_feed(tensor: Tensor) -> Tensor:
+    """A copy without the graph; of numbers that may round it lies as the tensor does: strides, gaps, alignment."""
+    rounds = tensor.layout is torch.strided and (tensor.is_floating_point() or tensor.is_complex())
+    if not rounds:
+        return tensor.detach().clone()
+    shape, stride, skip = tuple(tensor.shape), tensor.stride(), lead_in(tensor)
+    if not skip and span(shape, stride) == tensor.numel():
+        return tensor.detach().clone()
+    return _flat(tensor).clone().as_strided(shape, stride, skip)
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The memory of a tensor from the last aligned address on."""
+    skip = lead_in(tensor)
+    length = skip + span(tuple(tensor.shape), tensor.stride())
+    return tensor.detach().as_strided((length,), (1,), tensor.storage_offset() - skip)
+
+
 def _park(tensor: Tensor, store: Store) -> Parked:
-    shape, stride = tuple(tensor.shape), tensor.stride()
-    length = span(shape, stride)
-    flat = tensor.detach().as_strided((length,), (1,))
-    return Parked(store.put(flat), length, shape, stride, tensor.device)
+    flat = _flat(tensor)
+    place = tuple(tensor.shape), tensor.stride(), lead_in(tensor)
+    return Parked(store.put(flat), flat.shape[0], *place, tensor.device)
 
 
 def _fetch(parked: Parked, store: Store) -> Tensor:
     flat = store.get(parked.kept, parked.length, parked.device)
-    return flat.as_strided(parked.shape, parked.stride)
+    return flat.as_strided(parked.shape, parked.stride, parked.skip)
 
 
 def _is_parked(leaf: Any) -> bool:

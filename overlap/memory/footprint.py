@@ -25,10 +25,10 @@ from overlap.memory.device_model import DeviceModel
 from overlap.memory.dry import DrySlots
 from overlap.memory.facts import Facts, Footprint, Kind, Spans
 from overlap.memory.inside import ON_CPU, Inside
-from overlap.memory.layout import Layout, fresh
+from overlap.memory.layout import Layout
 from overlap.memory.refs import Source
 from overlap.memory.slot_log import SlotLog
-from overlap.memory.tracker import StorageTracker, tensors_of
+from overlap.memory.tracker import StorageTracker
 from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
 from overlap.selective import rebuilt_parts
@@ -118,7 +118,7 @@ def take_footprint(
             _run_slots(program, dry, rebuilt, delayed=delay, bare=not bare)
         return Footprint(
             facts=facts,
-            feeds={name: _copied(tensors_of(fresh(value)), tracker) for name, value in values.items()},
+            feeds={name: _feed_copies(value, tracker) for name, value in values.items()},
             spans={stage.key: tuple(_spans(layouts[name]) for name in stage.writes) for stage in program.stages},
             granule=granule,
             snapshots={stage.key: _copied(stage.state, tracker) for stage in program.stages if stage.state},
@@ -175,12 +175,18 @@ def _issues(forward: Side | None, backward: Side | None, delayed: bool) -> tuple
 
 def _spans(value: Any) -> Spans:
     return tuple(
-        (span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
+        (leaf.skip + span(leaf.shape, leaf.stride), leaf.dtype.itemsize) if type(leaf) is Layout else (0, 0)
         for leaf in tree_leaves(value)
     )
 
 
 def _copied(tensors: Sequence[Tensor], tracker: StorageTracker) -> tuple[int, ...]:
-    """Bytes of copies as the step makes them, of in-place state and of feeds that a replay reads."""
+    """Bytes of copies as the step makes them, of in-place state."""
     copies = state.take(tensors)
+    return tuple(tracker.live[key].nbytes for key in tracker.ids_of(copies))
+
+
+def _feed_copies(value: Any, tracker: StorageTracker) -> tuple[int, ...]:
+    """The same of feeds that a replay reads."""
+    copies = [leaf.copied() for leaf in tree_leaves(value) if type(leaf) is Layout]
     return tuple(tracker.live[key].nbytes for key in tracker.ids_of(copies))

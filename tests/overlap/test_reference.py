@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from overlap import ModelChunk, PerToken, Program, ProgramBuilder, reference_step
+from overlap import ModelChunk, PerToken, Program, ProgramBuilder, reference_step, train_step
 from overlap.model import Decoder, ModelConfig
 from recompute import ConfigError
 from recompute.rng import default_generators, seeded, stage_seed
+from tests.overlap.programs import Own, differences, result_of
 
 
 def make(**changes: Any) -> ModelChunk:
@@ -119,3 +120,56 @@ def test_a_value_with_three_readers_and_a_weighted_loss() -> None:
     assert outputs.keys() == {"loss", "0.out"}
     assert not outputs["0.out"].requires_grad
     torch.testing.assert_close(chunk.module.weight.grad, plain.weight.grad)
+
+
+class _HalfGradient(torch.autograd.Function):
+    """A sum whose backward knows the gradient of its second term only."""
+
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        return left + right
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
+        return None, gradients[0]
+
+
+def without_gradient(module: Any, b: ProgramBuilder) -> None:
+    x = b.input("x")
+    (h,) = b.compute("embed", lambda x: x @ module.w, x, outputs=("h",), parameters=(module.w,))
+    (y,) = b.compute("mine", lambda h: h @ module.v, h, outputs=("y",), parameters=(module.v,))
+    (z,) = b.compute("half", _HalfGradient.apply, y, h, outputs=("z",))
+    b.loss(b.compute("head", lambda z: z.square().sum(), z, outputs=("loss",))[0])
+
+
+def test_what_gets_no_gradient_gets_none() -> None:
+    """None, not zeros: an optimizer decays a weight that has a gradient of zeros."""
+    members = {name: nn.Parameter(torch.ones(2, 2)) for name in ("w", "v")}
+    expected, found = (ModelChunk(Own(without_gradient, **copy.deepcopy(members))) for _ in range(2))
+    reference_step(expected, [{"x": torch.ones(1, 2)}])
+    train_step(found, [{"x": torch.ones(1, 2)}])
+    assert found.module.v.grad is None
+    assert differences(result_of(expected), result_of(found)) == []
+
+
+def one_tensor_under_three_names(module: Any, b: ProgramBuilder) -> None:
+    def same(x: Tensor) -> tuple[Tensor, ...]:
+        y = x @ module.w
+        return y, y, y
+
+    values = b.compute("mine", same, b.input("x"), outputs=("a", "b", "c"), parameters=(module.w,))
+    readers = [
+        b.compute(f"reader{n}", lambda v, n=n: (v * (n + 0.3)).sin(), values[n % 3], outputs=(f"r{n}",))[0]
+        for n in range(9)
+    ]
+    b.loss(b.compute("head", lambda *r: sum(r).mean(), *readers, outputs=("loss",))[0])
+
+
+def test_values_that_are_one_tensor_are_summed_one_by_one() -> None:
+    """R3: the gradient of each value is the sum of its own readers' shares."""
+    w = nn.Parameter(torch.randn(16, 16, generator=torch.Generator().manual_seed(0)))
+    expected, found = (ModelChunk(Own(one_tensor_under_three_names, w=copy.deepcopy(w))) for _ in range(2))
+    feed = [{"x": torch.randn(16, 16, generator=torch.Generator().manual_seed(n))} for n in (1, 2)]
+    reference_step(expected, feed)
+    train_step(found, feed)
+    assert differences(result_of(expected), result_of(found)) == []

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from overlap.builder import ProgramBuilder
 from overlap.chunk import ModelChunk
@@ -105,3 +106,41 @@ def test_observers_watch() -> None:
         train_step(chunk, GOOD, observers=observers)
     assert chunk.steps_done == 0
     assert chunk.module.w.grad is None
+
+
+def rounding(module: Any, b: ProgramBuilder) -> None:
+    """A product with what is fed, whose weight gradient rounds as the feed lies in memory."""
+    x = b.input("x")
+    with b.layer(0):
+        mix = lambda x: torch.tanh(F.linear(x, module.w)) + x.mean(0) + x.sum(1, keepdim=True)  # noqa: E731
+        (y,) = b.compute("attn", mix, x, outputs=("y",), parameters=(module.w,))
+    b.loss(b.compute("head", lambda y: y.square().mean(), y, outputs=("loss",))[0])
+
+
+@pytest.mark.parametrize("where", ["slice", "not aligned", "transposed"])
+def test_a_replay_rounds_as_the_first_pass(where: str) -> None:
+    source = torch.Generator().manual_seed(0)
+    big = torch.randn(64, 38, generator=source)
+    x = {"slice": big[1:38, 3:11], "not aligned": big.flatten()[1:297].view(37, 8), "transposed": big[:8, :37].t()}
+    w = torch.randn(8, 8, generator=source)
+    expected, found = (
+        ModelChunk(Own(rounding, w=nn.Parameter(w.clone())), recompute=uniform(1), order="plain") for _ in range(2)
+    )
+    reference_step(expected, [{"x": x[where]}])
+    train_step(found, [{"x": x[where]}])
+    assert torch.equal(expected.module.w.grad, found.module.w.grad)
+
+
+def carrying(module: Any, b: ProgramBuilder) -> None:
+    x = b.input("x", needs_grad=True)
+    b.loss(b.compute("head", lambda x: (x * module.w).sum(), x, outputs=("loss",), parameters=(module.w,))[0])
+
+
+@pytest.mark.parametrize("step", [train_step, reference_step])
+@pytest.mark.parametrize("value", [torch.ones(4, dtype=torch.int64), [torch.ones(4)]], ids=["int64", "list"])
+def test_what_cannot_carry_the_declared_gradient_is_refused(step: Any, value: Any) -> None:
+    chunk = ModelChunk(Own(carrying, w=nn.Parameter(torch.ones(4))), order="plain")
+    rule = r"microbatches\[0\]\['x'\]=.*is declared with needs_grad=True: feed a tensor of a type that can have"
+    with pytest.raises(ConfigError, match=rule):
+        step(chunk, [{"x": value}])
+    step(chunk, [{"x": torch.ones(4)}])

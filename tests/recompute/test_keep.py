@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from overlap.check import same_bits
-from recompute.keep import HostStore, Parked, fetch, park, shard_length, span
+from recompute.keep import HostStore, Parked, copied_feed, fetch, lead_in, park, shard_length, span
 
 LAYOUTS: Mapping[str, Tensor] = {
     "plain": torch.arange(24.0).view(2, 3, 4),
     "transposed": torch.arange(24.0).view(2, 3, 4).transpose(0, 2),
     "slice with gaps": torch.arange(24.0).view(4, 6)[1:, ::2],
+    "not aligned": torch.arange(25.0)[1:].view(2, 3, 4),
     "expanded": torch.arange(3.0).view(3, 1).expand(3, 5),
     "scalar": torch.tensor(2.0),
     "empty": torch.empty(0, 3),
@@ -32,8 +33,22 @@ def test_layout_and_bits_come_back(name: str) -> None:
     back = fetch(parked, HostStore())
     assert same_bits(back, value)
     assert back.stride() == value.stride()
+    assert lead_in(back) == lead_in(value)
     storages = {tensor.untyped_storage().data_ptr() for tensor in (value, parked.kept, back) if tensor.numel()}
     assert len(storages) == (3 if value.numel() else 0)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_copy_of_what_is_fed_lies_alike(name: str) -> None:
+    value = LAYOUTS[name]
+    copy = copied_feed(value)
+    assert same_bits(copy, value)
+    assert (copy.stride(), lead_in(copy)) == (value.stride(), lead_in(value))
+    assert not copy.numel() or copy.untyped_storage().data_ptr() != value.untyped_storage().data_ptr()
+
+
+def test_ids_are_copied_without_gaps() -> None:
+    assert copied_feed(torch.arange(24).view(4, 6)[:, 1:3]).untyped_storage().nbytes() == 8 * 8
 
 
 def test_only_the_span_of_a_view_is_kept() -> None:
