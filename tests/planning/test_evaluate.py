@@ -40,7 +40,7 @@ def test_the_parts_add_up_to_the_whole_step(choice) -> None:
     with fake_chunk(
         lambda: ModelChunk(ChunkModel(job, shape), recompute=choice.recompute, delay_wgrad=choice.delay_wgrad)
     ) as chunk:
-        walk = Walk([whole.survey[shape].footprint] * 3, gaps_of(chunk, 3), delayed=choice.delay_wgrad)
+        walk = Walk([whole.survey[shape].footprint] * 3, gaps_of(chunk, 3), delayed=choice.delay_wgrad, streams=True)
         walk.run(step_plans(chunk, 3))
     rank = Evaluation(whole, choice).rank(0)
     fixed = total(whole.survey[shape].fixed) + whole.device.workspace
