@@ -71,7 +71,7 @@ def test_inputs_over_a_group_are_cut() -> None:
     outcomes = {}
     for keep, shards in ((Keep.DEVICE, 1), (Keep.HOST, 1), (Keep.SHARDED, 2), (Keep.SHARDED, 4)):
         asked = replace(piped(), job=replace(piped().job, shards=shards))
-        outcomes[keep, shards] = Evaluation(asked, Choice(UNIFORM(1, keep=keep), True)).outcome()
+        outcomes[keep, shards] = Evaluation(asked, Choice(UNIFORM(1, keep=keep), False)).outcome()
     near, host, two, four = (outcome.ranks[0].bins for outcome in outcomes.values())
     assert two[RankBin.LIVE_SEGMENT] > near[RankBin.LIVE_SEGMENT]
     assert two[RankBin.LIVE_SEGMENT] == host[RankBin.LIVE_SEGMENT]

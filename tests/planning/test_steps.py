@@ -79,13 +79,18 @@ def test_one_rank_is_the_oracle_to_the_byte(rule, delayed, order, microbatches) 
     assert planned(asked, choice) == oracle(asked, choice)
 
 
-def test_without_loans_the_figure_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what a plan leaves is forgotten; and what lanes hold is there at all."""
+def test_what_lanes_hold_is_part_of_the_figure() -> None:
+    """Negative control: without it the step would need less."""
     choice = Choice(UNIFORM(2), True)
-    exact = oracle(single(), choice)
-    assert exact > oracle(single(), choice, streams=False)
+    assert oracle(single(), choice) > oracle(single(), choice, streams=False)
+
+
+def test_without_loans_the_figure_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: what a plan leaves is forgotten."""
+    choice = Choice(UNIFORM(1, keep=Keep.HOST), True)
+    exact = Evaluation(piped(), choice).rank(1).total
     monkeypatch.setattr(Passage, "left", lambda passage: ())
-    assert planned(ordered("multi_queue", 3), choice) < exact
+    assert Evaluation(piped(), choice).rank(1).total < exact
 
 
 def rank_walk(asked: Setting, choice: Choice, rank: int) -> int:
@@ -100,7 +105,7 @@ def rank_walk(asked: Setting, choice: Choice, rank: int) -> int:
     }
     footprints = [asked.survey[asked.shapes[stage]].footprint for stage, _ in places]
     gaps = [pieces.gap(forms[stage]) for stage, _ in places]
-    walk = Walk(footprints, gaps, delayed=choice.delay_wgrad, host=False, streams=True)
+    walk = Walk(footprints, gaps, delayed=choice.delay_wgrad, ranks=asked.job.shards, host=False, streams=True)
     for step in schedule:
         sides: dict[Work, Action] = {action.work: action for action in step}
         given = [sides.get(work) for work in (Work.FORWARD, Work.BACKWARD)]
