@@ -40,7 +40,7 @@ def test_the_parts_add_up_to_the_whole_step(choice) -> None:
     with fake_chunk(
         lambda: ModelChunk(ChunkModel(job, shape), recompute=choice.recompute, delay_wgrad=choice.delay_wgrad)
     ) as chunk:
-        walk = Walk([whole.survey[shape].footprint] * 3, gaps_of(chunk, 3), delayed=choice.delay_wgrad)
+        walk = Walk([whole.survey[shape].footprint] * 3, gaps_of(chunk, 3), delayed=choice.delay_wgrad, streams=True)
         walk.run(step_plans(chunk, 3))
     rank = Evaluation(whole, choice).rank(0)
     fixed = total(whole.survey[shape].fixed) + whole.device.workspace
@@ -71,7 +71,7 @@ def test_inputs_over_a_group_are_cut() -> None:
     outcomes = {}
     for keep, shards in ((Keep.DEVICE, 1), (Keep.HOST, 1), (Keep.SHARDED, 2), (Keep.SHARDED, 4)):
         asked = replace(piped(), job=replace(piped().job, shards=shards))
-        outcomes[keep, shards] = Evaluation(asked, Choice(UNIFORM(1, keep=keep), True)).outcome()
+        outcomes[keep, shards] = Evaluation(asked, Choice(UNIFORM(1, keep=keep), False)).outcome()
     near, host, two, four = (outcome.ranks[0].bins for outcome in outcomes.values())
     assert two[RankBin.LIVE_SEGMENT] > near[RankBin.LIVE_SEGMENT]
     assert two[RankBin.LIVE_SEGMENT] == host[RankBin.LIVE_SEGMENT]
