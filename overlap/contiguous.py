@@ -19,7 +19,8 @@ from overlap.ir import Effect, Program, Stage
 from overlap.parallel.agree import compare_collectives
 from overlap.reference import border, detached, forward_stage, start_backward
 from overlap.scale import check_scale
-from overlap.step import Losses, apply_effects, check_accumulate, check_feeds, rollback
+from overlap.step import Losses, apply_effects, check_accumulate, rollback
+from overlap.step_feeds import check_feeds
 from recompute.checkpoint import LayerResult, check_contiguous, checkpoint_layers
 from recompute.config import RecomputeConfig, Replay
 from recompute.precision import Precision, capture_precision, no_autocast

@@ -27,7 +27,8 @@ from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds
 from overlap.errors import ProgramError
 from overlap.scale import PerMicrobatch
-from overlap.step import Losses, check_feeds, train_step
+from overlap.step import Losses, train_step
+from overlap.step_feeds import check_feeds
 from recompute.config import Keep
 from recompute.errors import ConfigError, RecomputeError
 from recompute.rng import SeedAt, begin_at, recorded_by

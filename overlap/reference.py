@@ -19,7 +19,8 @@ from overlap.chunk import ModelChunk, check_chunk
 from overlap.engine import Feeds, MicrobatchState
 from overlap.ir import Program, Stage
 from overlap.parallel.agree import compare_collectives
-from overlap.step import Losses, apply_effects, check_accumulate, check_feeds, rollback
+from overlap.step import Losses, apply_effects, check_accumulate, rollback
+from overlap.step_feeds import check_feeds
 from recompute.precision import Precision, capture_precision, no_autocast
 from recompute.rng import default_generators, seeded, stage_seed
 from recompute.wgrad import adding_in_place

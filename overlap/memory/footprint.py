@@ -33,7 +33,7 @@ from overlap.orders import get_order
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, make_schedule, segments_of
 from overlap.selective import rebuilt_parts
 from overlap.side import Side
-from overlap.step import check_names
+from overlap.step_feeds import check_names
 from recompute import state
 from recompute.config import RecomputeConfig
 from recompute.keep import span

@@ -18,7 +18,8 @@ from overlap.memory.facts import Footprint
 from overlap.memory.fake import fake_chunk, zero_gradients
 from overlap.memory.gap import gaps_of
 from overlap.memory.predict import Walk, footprints_of
-from overlap.step import check_feeds, step_plans, train_step
+from overlap.step import step_plans, train_step
+from overlap.step_feeds import check_feeds
 
 
 def predict_peak(build: Callable[[], ModelChunk], microbatches: Sequence[Feeds]) -> Highest:

@@ -25,7 +25,8 @@ from overlap.memory.refs import OUTSIDE_REF, Ref, Source
 from overlap.memory.trace import NOTHING, highest, make_trace
 from overlap.memory.tracker import OUTSIDE
 from overlap.plan import StepPlan
-from overlap.step import check_names, step_plans
+from overlap.step import step_plans
+from overlap.step_feeds import check_names
 from recompute.config import Keep
 from recompute.keep import shard_length
 

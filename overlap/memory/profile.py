@@ -18,7 +18,8 @@ from overlap.memory.host_cost import HostCost, measure_host_cost
 from overlap.memory.predict import footprints_of, predict_step
 from overlap.memory.recorder import MemoryRecorder
 from overlap.memory.tracker import StorageTracker
-from overlap.step import check_feeds, train_step
+from overlap.step import train_step
+from overlap.step_feeds import check_feeds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from overlap.model.decoder import ARRIVING
 from overlap.pipelining.border import StageBorder
 from overlap.pipelining.compat import StaticStage
 from overlap.pipelining.plans import Half
-from overlap.step import snapshot_feeds
+from overlap.step_feeds import snapshot_feeds
 from recompute.config import RecomputeConfig
 
 

@@ -16,17 +16,8 @@ from overlap.pipelining.compat import forget_receives
 from overlap.pipelining.executor import RunningStep
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.schedules import OrderedSchedule
-from overlap.step import (
-    Losses,
-    Taken,
-    apply_or_undo,
-    check_accumulate,
-    check_names,
-    check_precision,
-    engine_on,
-    replayed_feeds,
-    rollback,
-)
+from overlap.step import Losses, Taken, apply_or_undo, check_accumulate, check_precision, engine_on, rollback
+from overlap.step_feeds import check_names, replayed_feeds
 from recompute.checks import check_kind
 from recompute.errors import ConfigError
 
