@@ -89,8 +89,6 @@ def train_step(
                 engine.run(plan, {side: states[number] for side, number in numbers.items()})
         for owner, feeds in zip(states, microbatches, strict=True):
             _return_gradients(chunk.program, owner, feeds)
-            if leftovers := owner.leftovers():
-                raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
     apply_or_undo([(chunk, states)], before)
     end_call(chunk, call, last=last)
     chunk.steps_done += 1
@@ -198,7 +196,11 @@ def check_precision(device: torch.device) -> None:
 
 
 def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) -> None:
-    """Hand the gradients of fed values to whoever made them, readers summed in reverse program order (R3)."""
+    """Hand the gradients of fed values to whoever made them, readers summed in reverse program order (R3).
+
+    Raises:
+        RuntimeError: Something else is left; our own mistake.
+    """
     for source in program.inputs:
         total = None
         for reader in reversed(program.readers[source.name]):
@@ -207,6 +209,8 @@ def _return_gradients(program: Program, owner: MicrobatchState, feeds: Feeds) ->
                 total = gradient if total is None else total + gradient
         if total is not None and feeds[source.name].requires_grad:
             torch.autograd.backward((feeds[source.name],), (total,))
+    if leftovers := owner.leftovers():
+        raise RuntimeError(f"the plans of this step do not consume what they make: {leftovers}")
 
 
 def apply_effects(program: Program, states: Sequence[MicrobatchState]) -> None:
