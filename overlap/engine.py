@@ -113,7 +113,7 @@ class Engine:
         self._stores = stores
 
     def run(self, plan: Plan, states: Mapping[int, MicrobatchState]) -> None:
-        """Run every issue of a plan.
+        """Run every issue of a plan, then let lanes settle: the compute lane is current after it.
 
         Args:
             plan: What to run.
@@ -121,6 +121,7 @@ class Engine:
         """
         for issue in plan.issues:
             self.issue(issue, states[issue.slot.microbatch])
+        self._lanes.settle()
 
     def issue(self, issue: Issue, owner: MicrobatchState) -> None:
         """Run one issue. What it raises passes through, with a note naming the slot."""

@@ -35,6 +35,11 @@ class Lane(Enum):
     COPY = "copy"
 
 
+SETTLING = (Lane.COMM, Lane.COPY)
+"""Lanes that may wait for the compute lane between two plans: what they run next follows compute of its own plan, or is
+the first input to return, which as any other follows what was computed before (keeping.py, NOTE, 3)."""
+
+
 class Op(StrEnum):
     """What a slot does with its stage."""
 

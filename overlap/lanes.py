@@ -64,6 +64,9 @@ class Lanes(Protocol):
     def enter(self, lane: Lane) -> None:
         """Make a lane current outside any issue, as for a receive that is posted between two plans."""
 
+    def settle(self) -> None:
+        """A plan is over: make the compute lane current; SETTLING have back what it used of their memory."""
+
     def finish(self) -> None:
         """Join all lanes with the caller's: the step is over, or was abandoned."""
 
@@ -79,6 +82,9 @@ class NullLanes:
 
     def enter(self, lane: Lane) -> None:
         """There is only one."""
+
+    def settle(self) -> None:
+        """Nothing is held."""
 
     def finish(self) -> None:
         """Nothing to join."""

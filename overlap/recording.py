@@ -93,6 +93,9 @@ class RecordingLanes:
     def enter(self, lane: Lane) -> None:
         """What runs outside issues is not checked."""
 
+    def settle(self) -> None:
+        """It only adds waits, which plans do not count on."""
+
     def finish(self) -> None:
         """Join all lanes; buffers of the step are forgotten, clocks go on."""
         self.log.append("join")

@@ -41,7 +41,6 @@ PURE = (
     *(f"overlap.{name}" for name in ("selective", "steady", "synthetic", "timeline", "validate")),
     *(f"overlap.memory.{name}" for name in ("bins", "facts", "ledger", "refs", "trace")),
     "overlap.planning.bins",
-    "overlap.planning.loans",
 )
 OPTIONAL = ("transformer_engine", "transformer_engine_torch", "deep_ep")
 MAX_FILE_LINES = 400

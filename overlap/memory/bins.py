@@ -42,11 +42,6 @@ class Storage:
     stage: str = ""
     """Name of that slot's stage, where it is known."""
 
-    @property
-    def unclaimed(self) -> Bin:
-        """Its kind where nobody holds it for a named purpose."""
-        return Bin.LIVE_SEGMENT if self.born in FOR_REPLAY else Bin.REST
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Border:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from overlap.ir import Lane
+from overlap.ir import SETTLING, Lane
 from overlap.lower import Event, Issue
 from overlap.memory.held import Held
 from overlap.memory.refs import Source
@@ -21,6 +21,9 @@ class Crossing(Protocol):
 
     def end(self, issue: Issue, number: int) -> None:
         """It has run."""
+
+    def settle(self) -> None:
+        """A plan is over."""
 
     def finish(self) -> None:
         """The step is over."""
@@ -38,6 +41,9 @@ class OneLane:
     def end(self, issue: Issue, number: int) -> None:
         """Nothing to mark."""
 
+    def settle(self) -> None:
+        """Nothing to let go."""
+
     def finish(self) -> None:
         """Nothing to let go."""
 
@@ -46,13 +52,8 @@ class OneLane:
         return ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Use:
-    """What one issue uses of another lane's memory; each is itself only."""
-
-    home: Lane
-    """Whose memory it is."""
-    user: Lane
+@dataclass(frozen=True, slots=True)
+class _Use:
     number: int
     """Of the issue within its lane."""
     ids: tuple[int, ...]
@@ -64,49 +65,27 @@ class CrossLanes:
     def __init__(self) -> None:
         self._issued = dict.fromkeys(Lane, 0)
         self._marks: dict[tuple[int, Event], tuple[Lane, int]] = {}
-        self._uses: dict[tuple[Lane, Lane], deque[Use]] = {}
+        self._uses: dict[tuple[Lane, Lane], deque[_Use]] = {}
         """Per (owner, user) lanes, oldest first."""
-        self._released: list[tuple[int, Lane, Lane, int]] = []
-
-    @property
-    def released(self) -> Sequence[tuple[int, Lane, Lane, int]]:
-        """What each wait let go since `restart`: issues so far, owner, user, and up to which issue of its."""
-        return tuple(self._released)
-
-    @property
-    def issued(self) -> Mapping[Lane, int]:
-        """Issues of each lane so far."""
-        return dict(self._issued)
-
-    def uses(self) -> Iterator[Use]:
-        """What is held, in the order of lanes, of each pair of them the oldest first."""
-        for home in Lane:
-            for user in Lane:
-                yield from self._uses.get((home, user), ())
-
-    def restart(self, uses: Iterable[Use]) -> None:
-        """Hold these, of each pair of lanes the oldest first, and nothing else; one issue of each lane is skipped."""
-        self._issued = {lane: number + 1 for lane, number in self._issued.items()}
-        self._uses.clear()
-        self._released.clear()
-        for use in uses:
-            self._hold(use)
 
     def begin(self, issue: Issue, number: int, held: Held) -> None:
         """Let go of what the issue waits for, and hold what it uses of other lanes' memory."""
         lane = issue.lane
         self._issued[lane] += 1
         for event in issue.waits:
-            mark = self._marks[number, event]
-            self._released.append((sum(self._issued.values()), lane, *mark))
-            self._release(lane, *mark)
+            self._release(lane, *self._marks[number, event])
         for home, ids in _uses(issue, held):
-            self._hold(Use(home, lane, self._issued[lane], tuple(ids)))
+            self._uses.setdefault((home, lane), deque()).append(_Use(self._issued[lane], tuple(ids)))
 
     def end(self, issue: Issue, number: int) -> None:
         """Mark the end of an issue that another lane waits for."""
         if issue.signals:
             self._marks[number, (issue.slot.op, issue.stage.key)] = issue.lane, self._issued[issue.lane]
+
+    def settle(self) -> None:
+        """SETTLING have waited for compute."""
+        for lane in SETTLING:
+            self._uses.pop((lane, Lane.COMPUTE), None)
 
     def finish(self) -> None:
         """Let go of everything."""
@@ -115,9 +94,6 @@ class CrossLanes:
     def ids(self) -> Iterable[Iterable[int]]:
         """What is held."""
         return (use.ids for uses in self._uses.values() for use in uses)
-
-    def _hold(self, use: Use) -> None:
-        self._uses.setdefault((use.home, use.user), deque()).append(use)
 
     def _release(self, home: Lane, user: Lane, number: int) -> None:
         uses = self._uses.get((home, user))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from overlap.ir import StageKey
 from overlap.lower import Key, Piece
@@ -16,9 +16,6 @@ Graph = tuple[Kind, Mapping[Ref, int]]
 """The forward that made it, and what it holds."""
 Pending = tuple[Kind, Mapping[Ref, int], Ids]
 """The same of a weight gradient that waits, and the tensors that it waits with."""
-
-Place = tuple[str, Hashable, Hashable]
-"""Names a table, an entry of it, and a storage of that; the same for every microbatch that runs alike."""
 
 
 class Held:
@@ -57,20 +54,6 @@ class Held:
     def keep(self, ids: Ids) -> None:
         """Losses, outputs and the values of effects stay until the step ends."""
         self._ledger.hold(_of_ids(None, ids))
-
-    def places(self) -> dict[int, Place]:
-        """Where a microbatch that waits for its backward holds each storage: one place of each."""
-        found: dict[int, Place] = {}
-        for key, ids in self.values.items():
-            for part, storage in enumerate(ids):
-                found.setdefault(storage, ("value", key, part))
-        for stage, (_kind, names) in self.graphs.items():
-            for ref, storage in names.items():
-                found.setdefault(storage, ("graph", stage, ref))
-        for stage, ids in self.snapshots.items():
-            for part, storage in enumerate(ids):
-                found.setdefault(storage, ("snapshot", stage, part))
-        return found
 
     def _of_value(self, key: Key, ids: Ids) -> Holds:
         kind = self._kinds.get(key) if self._begun else None

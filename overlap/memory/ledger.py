@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Set
 from typing import TypeVar
 
-from overlap.memory.bins import Bin, Storage
+from overlap.memory.bins import FOR_REPLAY, Bin, Storage
 
 Ids = tuple[int, ...]
 """Storage ids, one per tensor of a value; those that the ledger does not know are not counted."""
@@ -91,14 +91,6 @@ class Ledger:
         self._loose &= spared
         return gone
 
-    def storage(self, key: int) -> Storage | None:
-        """A storage that counts, if it is not forgotten yet."""
-        return None if key in self._away else self._storages.get(key)
-
-    def loose(self, key: int) -> bool:
-        """Whether nothing holds a storage, and it is not forgotten yet."""
-        return key in self._loose
-
     def alive(self) -> tuple[Storage, ...]:
         """All storages that were not forgotten."""
         return tuple(self._storages.values())
@@ -121,7 +113,7 @@ class Ledger:
             for kind in _CLAIMS:
                 if claims.get(kind):
                     return kind
-        return storage.unclaimed
+        return Bin.LIVE_SEGMENT if storage.born in FOR_REPLAY else Bin.REST
 
 
 class Table(MutableMapping[K, V]):

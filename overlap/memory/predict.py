@@ -95,6 +95,7 @@ class Walk:
         for plan, numbers in plans:
             for issue in plan.issues:
                 self._issue(issue, numbers[issue.slot.microbatch])
+            self._lanes.settle()
         return Usage(curve=tuple(self._curve))
 
     def finish(self) -> None:

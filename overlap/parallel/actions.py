@@ -71,6 +71,10 @@ class ActingLanes:
         """Make a lane current; nothing acts there."""
         self._lanes.enter(lane)
 
+    def settle(self) -> None:
+        """Settle the lanes."""
+        self._lanes.settle()
+
     def finish(self) -> None:
         """Join the lanes."""
         self._lanes.finish()

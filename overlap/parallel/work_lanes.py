@@ -59,6 +59,9 @@ class WorkLanes:
     def enter(self, lane: Lane) -> None:
         """The host is on all lanes at once."""
 
+    def settle(self) -> None:
+        """Memory is the host's: nothing is held."""
+
     def finish(self) -> None:
         """Wait for all that is under way, also after a failure: ranks that go on are waiting for it too."""
         self._works.stop()

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from overlap.engine import Engine, MicrobatchState
-from overlap.ir import Lane
-from overlap.lanes import Lanes
 from overlap.model.decoder import ARRIVING
 from overlap.parallel.actions import ActingLanes
 from overlap.pipelining import compat
@@ -36,12 +34,10 @@ class Executor:
 
     Args:
         stages: Its virtual stages.
-        lanes: Where issues run; between two actions the compute lane is current, since the runtime works there.
     """
 
-    def __init__(self, stages: Sequence[ChunkStage], lanes: Lanes) -> None:
+    def __init__(self, stages: Sequence[ChunkStage]) -> None:
         self._stages = local_stages(stages)
-        self._lanes = lanes
         self._running: list[RunningStep] = []
 
     def register(self, schedule: compat.Runtime) -> None:
@@ -127,7 +123,6 @@ class Executor:
         step.lanes.use(step.planned.around[action])
         states = {side: self._stages[stage].states[microbatch] for side, (stage, microbatch) in run.sides.items()}
         step.engine.run(run.plan, states)
-        self._lanes.enter(Lane.COMPUTE)
         return BACKWARD_SIDE in run.sides
 
 

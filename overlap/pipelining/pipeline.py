@@ -96,7 +96,7 @@ class Pipeline:
             _check_keep(chunk)
         self._pin = pin_activations
         self._bind()
-        self.executor = Executor(self.stages, lanes)
+        self.executor = Executor(self.stages)
         self._runtime = runtime
         self._schedules: dict[int, OrderedSchedule] = {}
         self.agreed = False

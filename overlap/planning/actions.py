@@ -33,26 +33,15 @@ def pipeline_of(job: Job) -> PipelineSchedule:
     )
 
 
-def move_of(step: Step) -> Move:
-    """The chunks of a step."""
-    forward = backward = None
-    for action in step:
-        if action.work is Work.FORWARD:
-            forward = action.stage
-        elif action.work is Work.BACKWARD:
-            backward = action.stage
-    return forward, backward
-
-
-def distances_of(steps: Sequence[Step]) -> tuple[int, ...]:
-    """Of each step of a rank, how many steps ago the microbatch that runs backward ran forward; 0: none does."""
-    begun: dict[tuple[int, int], int] = {}
-    found = []
-    for place, step in enumerate(steps):
-        ended = [begun[action.stage, action.microbatch] for action in step if action.work is Work.BACKWARD]
-        found.append(place - ended[0] if ended else 0)
-        begun.update({(a.stage, a.microbatch): place for a in step if a.work is Work.FORWARD})
-    return tuple(found)
+def moves_of(steps: Sequence[Step]) -> tuple[Move, ...]:
+    """The chunks of each step."""
+    return tuple(
+        (
+            next((action.stage for action in step if action.work is Work.FORWARD), None),
+            next((action.stage for action in step if action.work is Work.BACKWARD), None),
+        )
+        for step in steps
+    )
 
 
 def _one_rank(microbatches: int) -> Iterator[Step]:

@@ -1,25 +1,23 @@
 """Evaluate: peak of every rank and time of a step, for one choice of recompute.
 
-Microbatches share no storage, so a rank's memory is what its weights take, what each waiting microbatch keeps, what
-the plan that runs now holds, and what lanes still hold of plans before: each distinct plan is walked once, the
-pipeline's actions say how many wait and what came before.
+Microbatches share no storage, so a rank's memory is what its weights take, what each waiting microbatch keeps, and what
+the plan that runs now holds: each distinct plan is walked once, the pipeline's actions say how many wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from overlap.memory.device_model import DeviceModel
 from overlap.pipeline_model.actions import PipelineSchedule, Step
 from overlap.pipeline_model.run import StepTime, run_pipeline
-from overlap.planning.actions import Move, distances_of, move_of, pipeline_of
+from overlap.planning.actions import Move, moves_of, pipeline_of
 from overlap.planning.bins import Bytes, RankBin, add, scaled, total
 from overlap.planning.chunks import ChunkShape, chunk_shapes, stages_of_rank
 from overlap.planning.job import Job
-from overlap.planning.pieces import Form, Pieces
-from overlap.planning.steps import RankSteps
+from overlap.planning.pieces import Form, Piece, Pieces
 from overlap.planning.survey import Survey
 from overlap.selective import modules_of
 from recompute.config import Keep, RecomputeConfig
@@ -88,9 +86,9 @@ class Setting:
         return pipeline_of(self.job)
 
     @cached_property
-    def moves(self) -> tuple[tuple[tuple[Move, int], ...], ...]:
-        """Of every rank, which chunks run in each step, and how long ago the one that runs backward ran forward."""
-        return tuple(tuple(zip(map(move_of, steps), distances_of(steps), strict=True)) for steps in self.schedule.ranks)
+    def moves(self) -> tuple[tuple[Move, ...], ...]:
+        """Of every rank, which chunks run in each step."""
+        return tuple(moves_of(steps) for steps in self.schedule.ranks)
 
     @cached_property
     def pieces(self) -> Pieces:
@@ -120,58 +118,72 @@ class Evaluation:
         """Every rank's peak, and the step's time."""
         setting = self._setting
         hop = setting.device.transfer_milliseconds(setting.job.sent)
-        # First: the walks of ranks find the time of what they walk, too.
-        ranks = [self.rank(number) for number in range(setting.job.pp)]
-        return Outcome(ranks=ranks, milliseconds=run_pipeline(setting.schedule, self, hop).milliseconds)
+        run = run_pipeline(setting.schedule, self, hop)
+        return Outcome(ranks=[self.rank(number) for number in range(setting.job.pp)], milliseconds=run.milliseconds)
 
     def of(self, step: Step) -> StepTime:
         """The time of a step of the pipeline."""
-        return self._steps.time(move_of(step))
+        return self._piece(moves_of((step,))[0]).time
 
     def rank(self, number: int) -> RankPeak:
         """One rank's peak."""
         setting = self._setting
         waiting: dict[int, int] = dict.fromkeys(stages_of_rank(setting.job, number), 0)
         done = dict(waiting)
-        held, loans = 0, 0
-        best: tuple[int, Bytes, dict[int, int], dict[int, int]] = (-1, {}, waiting, done)
-        for move, distance in setting.moves[number]:
+        held = 0
+        best: tuple[int, Move, dict[int, int], dict[int, int]] = (-1, (None, None), waiting, done)
+        for move in setting.moves[number]:
             forward, backward = move
             if backward is not None:
                 waiting[backward] -= 1
                 held -= self._waiting[backward]
-            piece, loans = self._steps.after(loans, move, distance)
-            height = held + piece.height
+            height = held + self._piece(move).height
             if height > best[0]:
-                best = (height, piece.bytes, dict(waiting), dict(done))
+                best = (height, move, dict(waiting), dict(done))
             if forward is not None:
                 waiting[forward] += 1
                 held += self._waiting[forward]
             if backward is not None:
                 done[backward] += 1
                 held += self._done[backward]
-        _, running, waiting, done = best
-        kept = self._steps.kept
+        _, move, waiting, done = best
+        chunks = [setting.pieces.chunk(form) for form in self.forms]
         bins = add(
             *(setting.survey[setting.shapes[stage]].fixed for stage in waiting),
             {RankBin.WORKSPACE: setting.device.workspace},
-            running,
-            *(scaled(kept[stage].waiting, count) for stage, count in waiting.items()),
-            *(scaled(kept[stage].done, count) for stage, count in done.items()),
+            self._piece(move).bytes,
+            *(scaled(chunks[stage].waiting, count) for stage, count in waiting.items()),
+            *(scaled(chunks[stage].done, count) for stage, count in done.items()),
         )
         return RankPeak(rank=number, bins=bins, waiting=sum(waiting.values()))
 
     @cached_property
-    def _steps(self) -> RankSteps:
-        return RankSteps(self._setting.pieces, self.forms)
+    def _waiting(self) -> Mapping[int, int]:
+        pieces = self._setting.pieces
+        return {stage: total(pieces.chunk(form).waiting) for stage, form in enumerate(self.forms)}
 
     @cached_property
-    def _waiting(self) -> Sequence[int]:
-        return [total(kept.waiting) for kept in self._steps.kept]
+    def _done(self) -> Mapping[int, int]:
+        pieces = self._setting.pieces
+        return {stage: total(pieces.chunk(form).done) for stage, form in enumerate(self.forms)}
 
     @cached_property
-    def _done(self) -> Sequence[int]:
-        return [total(kept.done) for kept in self._steps.kept]
+    def _known(self) -> dict[Move, Piece]:
+        return {}
+
+    def _piece(self, move: Move) -> Piece:
+        if move not in self._known:
+            self._known[move] = self._find(*move)
+        return self._known[move]
+
+    def _find(self, forward: int | None, backward: int | None) -> Piece:
+        pieces = self._setting.pieces
+        if forward is None or backward is None:
+            stage = backward if forward is None else forward
+            assert stage is not None, "a step without work"
+            alone = pieces.chunk(self.forms[stage])
+            return alone.backward if forward is None else alone.forward
+        return pieces.pair(self.forms[forward], self.forms[backward])
 
 
 def _check_modules(setting: Setting, config: RecomputeConfig) -> None:

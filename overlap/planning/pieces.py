@@ -20,10 +20,9 @@ from overlap.memory.gap import Gap, gap_of
 from overlap.orders import Order, get_order, load_order
 from overlap.pipeline_model.run import StepTime
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, make_schedule
-from overlap.planning.bins import Bytes, RankBin, add
+from overlap.planning.bins import Bytes, RankBin, add, total
 from overlap.planning.chunks import ChunkShape
 from overlap.planning.job import Job
-from overlap.planning.loans import NOTHING, Beginning
 from overlap.planning.survey import Survey
 from overlap.planning.timing import plan_time
 from overlap.planning.walk import RankWalk, Walked
@@ -33,8 +32,8 @@ from recompute.modules import RecomputeModule
 from recompute.planner import Choice
 from recompute.segments import RecomputeSegment
 
-_RECENT = 32
-"""Plans that are kept: of the chunks of one choice. All of them would take gigabytes."""
+_RECENT = 8
+"""Forward plans that are kept: of the chunks of one choice. All of them would take gigabytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,18 +50,27 @@ class Form:
     keep: Keep
 
 
-Pair = tuple[Form | None, Form | None]
-"""The chunks that run forward and backward in a plan; None: nobody does."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A distinct plan."""
+
+    bytes: Bytes
+    """At its highest point, the microbatches of the plan alone."""
+    height: int
+    """Their sum."""
+    time: StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
-    """What one microbatch of a chunk keeps between plans."""
+class ChunkPieces:
+    """One microbatch of a chunk by itself."""
 
+    forward: Piece
+    backward: Piece
     waiting: Bytes
-    """Between its forward and its backward."""
+    """What is kept between the two."""
     done: Bytes
-    """After its backward: losses and counters, until the step ends."""
+    """What is kept after its backward: losses and counters, until the step ends."""
 
 
 class Pieces:
@@ -85,10 +93,9 @@ class Pieces:
         self._trained = {shape: chunk.program.trained() for shape, chunk in survey.items()}
         self._configs: dict[Form, RecomputeConfig] = {}
         """The first that gave a chunk this form."""
-        self._kept: dict[Form, Kept] = {}
-        self._found: dict[tuple[Pair, Beginning], Walked] = {}
-        self._times: dict[Pair, StepTime] = {}
-        self.plan = lru_cache(_RECENT)(self._make_plan)
+        self._chunks: dict[Form, ChunkPieces] = {}
+        self._pairs: dict[tuple[Form, Form], Piece] = {}
+        self._forward_plan = lru_cache(_RECENT)(lambda form: self.plan(form, None))
 
     def form(self, shape: ChunkShape, choice: Choice) -> Form:
         """The form that a choice gives a chunk.
@@ -111,54 +118,45 @@ class Pieces:
         self._configs.setdefault(form, config)
         return form
 
-    def kept(self, form: Form) -> Kept:
-        """What a microbatch of a chunk keeps.
+    def chunk(self, form: Form) -> ChunkPieces:
+        """A microbatch of a chunk: its forward, then its backward.
 
         Raises:
             ScheduleError: The order does not fit.
         """
-        if form not in self._kept:
+        if form not in self._chunks:
             walk = self._walk([form])
-            walk.walk(self.plan((form, None)), 0, None)
+            forward, backward = self._forward_plan(form), self.plan(None, form)
+            ahead = self._piece(forward, walk.walk(forward, 0, None))
             waiting = walk.now()
-            walk.walk(self.plan((None, form)), None, 0)
-            sent = self._sent() if self._job.keep_sends else {}
-            sends = sent if not form.shape.last else {}
-            returns = sent if not form.shape.first else {}
-            self._kept[form] = Kept(waiting=add(waiting, sends), done=add(walk.now(), sends, returns))
-        return self._kept[form]
+            behind = self._piece(backward, walk.walk(backward, None, 0))
+            kept = self._sent() if self._job.keep_sends else {}
+            sends = kept if not form.shape.last else {}
+            returns = kept if not form.shape.first else {}
+            self._chunks[form] = ChunkPieces(
+                forward=ahead,
+                backward=behind,
+                waiting=add(waiting, sends),
+                done=add(walk.now(), sends, returns),
+            )
+        return self._chunks[form]
 
-    def walked(self, pair: Pair, beginning: Beginning) -> Walked:
-        """The forward of one chunk, the backward of one, or both side by side, of two microbatches.
-
-        Args:
-            pair: The chunks.
-            beginning: What lanes hold before of the microbatch that runs backward.
-
-        Raises:
-            ScheduleError: The order does not fit.
-        """
-        if (pair, beginning) not in self._found:
-            forward, backward = pair
-            plan = self.plan(pair)
-            walk = self._walk([form for form in (backward, forward) if form is not None])
-            if backward is not None:
-                walk.walk(self.plan((backward, None)), 0, None)
-            ahead = None if forward is None else int(backward is not None)
-            self._found[pair, beginning] = walk.walk(plan, ahead, None if backward is None else 0, beginning)
-        return self._found[pair, beginning]
-
-    def time(self, pair: Pair) -> StepTime:
-        """How long a plan takes, whatever it begins with.
+    def pair(self, forward: Form, backward: Form) -> Piece:
+        """The forward of one chunk beside the backward of one, of two microbatches.
 
         Raises:
             ScheduleError: The order does not fit.
         """
-        if pair not in self._times:
-            plan, works = self.plan(pair), self.walked(pair, NOTHING).work
-            times = [self._time(issue, work) for issue, work in zip(plan.issues, works, strict=True)]
-            self._times[pair] = plan_time(plan, times)
-        return self._times[pair]
+        if (forward, backward) not in self._pairs:
+            walk = self._walk([backward, forward])
+            walk.walk(self._forward_plan(backward), 0, None)
+            plan = self.plan(forward, backward)
+            self._pairs[forward, backward] = self._piece(plan, walk.walk(plan, 1, 0))
+        return self._pairs[forward, backward]
+
+    def _piece(self, plan: Plan, walked: Walked) -> Piece:
+        times = [self._time(issue, work) for issue, work in zip(plan.issues, walked.work, strict=True)]
+        return Piece(bytes=walked.bytes, height=total(walked.bytes), time=plan_time(plan, times))
 
     def _sent(self) -> Bytes:
         return {RankBin.PIPELINE: self._job.sent}
@@ -172,8 +170,8 @@ class Pieces:
         """What a microbatch of a chunk keeps between its forward and its backward, by name."""
         return gap_of(self._planners[form.shape], self._configs[form], self._trained[form.shape])
 
-    def _make_plan(self, pair: Pair) -> Plan:
-        forward, backward = pair
+    def plan(self, forward: Form | None, backward: Form | None) -> Plan:
+        """The plan of the chunks that run forward and backward, of two microbatches; None: nobody does."""
         sides: dict[int, Side] = {}
         kept: dict[int, frozenset[Key]] = {}
         given = [form for form in (forward, backward) if form is not None]

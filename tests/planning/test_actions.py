@@ -11,7 +11,7 @@ from overlap.errors import ScheduleError
 from overlap.model import ModelConfig
 from overlap.pipeline_model.actions import Action, PipelineSchedule, Step, Work
 from overlap.pipeline_model.run import PlainTimes, run_pipeline
-from overlap.planning.actions import move_of, pipeline_of
+from overlap.planning.actions import moves_of, pipeline_of
 from overlap.planning.chunks import chunk_shapes, stages_of_rank
 from overlap.planning.job import Job
 from overlap.planning.presets import DEEPSEEK_V3
@@ -73,7 +73,7 @@ def test_microbatches_in_flight(schedule, virtual, first, last) -> None:
 
 
 def test_pairs_of_dualpipev() -> None:
-    moves = [move_of(step) for step in pipeline_of(grid("dualpipev", 4, 2, 16)).ranks[0]]
+    moves = moves_of(pipeline_of(grid("dualpipev", 4, 2, 16)).ranks[0])
     assert sum(None not in move for move in moves) > 10
 
 

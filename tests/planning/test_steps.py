@@ -1,4 +1,4 @@
-"""What lanes hold of each other's memory between plans: a rank's steps looked up one by one, against one long walk."""
+"""What lanes hold of each other's memory: a rank's plans walked one by one, against one walk over its steps."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from overlap.chunk import ModelChunk
 from overlap.memory import fake_chunk
+from overlap.memory.crossing import CrossLanes
 from overlap.memory.gap import gaps_of
 from overlap.memory.predict import Walk
 from overlap.orders import ORDER_NAMES
@@ -17,7 +18,6 @@ from overlap.planning.bins import total
 from overlap.planning.chunk_model import ChunkModel
 from overlap.planning.chunks import stages_of_rank
 from overlap.planning.evaluate import Evaluation, Setting
-from overlap.planning.loans import Passage
 from overlap.step import step_plans
 from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.planner import SELECTIONS, Choice
@@ -85,12 +85,19 @@ def test_what_lanes_hold_is_part_of_the_figure() -> None:
     assert oracle(single(), choice) > oracle(single(), choice, streams=False)
 
 
-def test_without_loans_the_figure_is_too_low(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative control: what a plan leaves is forgotten."""
+@pytest.mark.parametrize("schedule", ["dualpipev", "1f1b"])
+def test_lanes_that_do_not_settle_pile_up(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: backwards in a row never make the copy lane wait."""
     choice = Choice(UNIFORM(1, keep=Keep.HOST), True)
-    exact = Evaluation(piped(), choice).rank(1).total
-    monkeypatch.setattr(Passage, "left", lambda passage: ())
-    assert Evaluation(piped(), choice).rank(1).total < exact
+    asked = of_schedule(schedule)
+    settled = rank_walk(asked, choice, 1)
+    monkeypatch.setattr(CrossLanes, "settle", lambda lanes: None)
+    assert rank_walk(asked, choice, 1) > settled
+
+
+def of_schedule(schedule: str) -> Setting:
+    """A job of two pipeline ranks."""
+    return piped() if schedule == "dualpipev" else setting(pp=2, virtual=1, ep=4, dp=8, microbatches=6)
 
 
 def rank_walk(asked: Setting, choice: Choice, rank: int) -> int:
@@ -115,7 +122,7 @@ def rank_walk(asked: Setting, choice: Choice, rank: int) -> int:
             for side, action in zip((FORWARD_SIDE, BACKWARD_SIDE), given, strict=True)
             if action is not None
         }
-        walk.run([(pieces.plan((forward, backward)), numbers)])
+        walk.run([(pieces.plan(forward, backward), numbers)])
     return max(top.bytes for top in walk.tops)
 
 
@@ -132,7 +139,7 @@ def rank_walk(asked: Setting, choice: Choice, rank: int) -> int:
 )
 @pytest.mark.parametrize("schedule", ["dualpipev", "1f1b"])
 def test_a_pipeline_rank_is_its_steps_walked_in_a_row(schedule, rank, choice) -> None:
-    asked = piped() if schedule == "dualpipev" else setting(pp=2, virtual=1, ep=4, dp=8, microbatches=6)
+    asked = of_schedule(schedule)
     fixed = sum(total(asked.survey[asked.shapes[stage]].fixed) for stage in stages_of_rank(asked.job, rank))
     found = Evaluation(asked, choice).rank(rank).total - fixed - asked.device.workspace
     assert found == rank_walk(asked, choice, rank)
