@@ -78,8 +78,8 @@ def lets_go(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[str, ...]]:
     for microbatch, side in sides.items():
         for value in side.stored:
             last.setdefault((microbatch, last_stage(value, side).key), []).append(value)
-    found = {place: last.get((slot.microbatch, slot.key)) for place, slot in enumerate(schedule) if slot.op in _FORWARDS}
-    return {place: tuple(values) for place, values in found.items() if values}
+    firsts = {place: (slot.microbatch, slot.key) for place, slot in enumerate(schedule) if slot.op in _FORWARDS}
+    return {place: tuple(last[first]) for place, first in firsts.items() if first in last}
 
 
 def follows(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[Follows, ...]]:
@@ -87,7 +87,9 @@ def follows(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[Follows, ...
 
     A slot that lets values go waits for their S if its lane is the writer's: another lane would get nothing back.
     """
-    found = {place: (follow,) for place, follow in {**_paces(schedule, sides), **_returned(schedule, sides)}.items()}
+    found: dict[int, tuple[Follows, ...]] = {}
+    for place, follow in {**_paces(schedule, sides), **_returned(schedule, sides)}.items():
+        found[place] = (follow,)
     for place, values in lets_go(schedule, sides).items():
         program = sides[schedule[place].microbatch].program
         writers = [program.producers[value] for value in values]
