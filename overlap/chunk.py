@@ -34,6 +34,8 @@ _FIXED = frozenset({"module", "order", "delay_wgrad", "lead"})
 """What a chunk's program and plans are made from, once."""
 _COMPARED = frozenset({"recompute", "seed", "loss_scale"})
 """Settings that ranks compare and that may change later."""
+NEEDS_SHARDS = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
+"""Why keep="sharded" is refused where nobody says which ranks."""
 Configs = RecomputeConfig | tuple[RecomputeConfig, ...]
 
 
@@ -190,8 +192,7 @@ class ModelChunk(nn.Module):
         for config in each_config(recompute):
             check_modules(self.program, config)
         if shards is None and _any_sharded(recompute):
-            rule = "needs ModelChunk(shards=Sharded(group)): ranks that hold the same segment inputs"
-            raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=rule)
+            raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=NEEDS_SHARDS)
 
     @property
     def checked(self) -> bool:

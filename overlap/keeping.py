@@ -6,7 +6,8 @@ lowering must add for them: when the first copy is let go, and what a return wai
 NOTE [ How an input leaves and returns ]
 1. Generations of its value: 0 as the first pass wrote it, 2 elsewhere (STORED), 3 returned (LOADED).
 2. S reads 0 and writes 2 on the copy lane, while the first pass goes on. When the layer that reads the input is done,
-   a slot of the writer's lane waits for S, and 0 is let go there: so only what is on its way is on the device.
+   a slot of the writer's lane waits for S, and 0 is let go there: so only what is on its way is on the device. A lane
+   without such a slot (a pipeline part that receives and does not send) has the memory back with the next backward.
 3. L stands before the first replay of the segment whose backward comes before; the first of all stands at the start
    of backward. It waits for the compute slot issued before it: else the copies would all come back at once.
 4. A value that a graph keeps anyway, a fed value, a pinned one and a shared parameter stay where they are.
@@ -73,23 +74,27 @@ def writer(key: tuple[str, int], side: Side) -> Op:
 
 def lets_go(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[str, ...]]:
     """Per slot of a first pass, by place, the stored values whose first copy is let go there."""
-    found: dict[int, tuple[str, ...]] = {}
-    for place, slot in enumerate(schedule):
-        if slot.op in _FORWARDS:
-            side = sides[slot.microbatch]
-            found[place] = tuple(value for value in side.stored if last_stage(value, side).key == slot.key)
-    return {place: values for place, values in found.items() if values}
+    last: dict[tuple[int, StageKey], list[str]] = {}
+    for microbatch, side in sides.items():
+        for value in side.stored:
+            last.setdefault((microbatch, last_stage(value, side).key), []).append(value)
+    firsts = {place: (slot.microbatch, slot.key) for place, slot in enumerate(schedule) if slot.op in _FORWARDS}
+    return {place: tuple(last[first]) for place, first in firsts.items() if first in last}
 
 
-def paces(schedule: Schedule, sides: Sides) -> Mapping[int, Follows]:
-    """Per L slot, by place, the compute slot of its microbatch that was issued last."""
-    last: dict[int, Follows] = {}
-    found: dict[int, Follows] = {}
-    for place, (slot, stage) in enumerate(zip(schedule, stages_of(schedule, sides), strict=True)):
-        if slot.op is Op.LOAD and slot.microbatch in last:
-            found[place] = last[slot.microbatch]
-        elif slot.op not in (Op.LOAD, Op.STORE) and stage.lane is Lane.COMPUTE:
-            last[slot.microbatch] = ((slot.op, slot.key), Lane.COMPUTE)
+def follows(schedule: Schedule, sides: Sides) -> Mapping[int, tuple[Follows, ...]]:
+    """Per slot, by place, what it waits for beside what it reads.
+
+    A slot that lets values go waits for their S if its lane is the writer's: another lane would get nothing back.
+    """
+    found: dict[int, tuple[Follows, ...]] = {}
+    for place, follow in {**_paces(schedule, sides), **_returned(schedule, sides)}.items():
+        found[place] = (follow,)
+    for place, values in lets_go(schedule, sides).items():
+        program = sides[schedule[place].microbatch].program
+        writers = [program.producers[value] for value in values]
+        lane = program.by_key[schedule[place].key].lane
+        found[place] = tuple(((Op.STORE, stage.key), Lane.COPY) for stage in writers if stage.lane is lane)
     return found
 
 
@@ -125,9 +130,40 @@ def _replayed(value: str, side: Side) -> list[Stage]:
 
 
 def last_stage(value: str, side: Side) -> Stage:
-    """The stage whose first pass lets a stored value go: of the writer's lane, in the layer that reads it last."""
+    """The stage whose first pass lets a stored value go: of the writer's lane, in the layer that reads it last.
+
+    What a pipeline part receives goes with its `send`, if both are of that lane.
+    """
     program = side.program
     reader = program.readers[value][-1]
-    after = program.stages[program.position[reader.key] :]
     lane = program.producers[value].lane
-    return next((s for s in reversed(after) if s.layer == reader.layer and s.lane is lane), reader)
+    after = [stage for stage in program.stages[program.position[reader.key] :] if stage.lane is lane]
+    inside = [stage for stage in after if stage.layer == reader.layer]
+    return (*inside[-1:], *after[:1], reader)[0]
+
+
+def _paces(schedule: Schedule, sides: Sides) -> Mapping[int, Follows]:
+    """Per L slot, by place, the compute slot of its microbatch that was issued last."""
+    last: dict[int, Follows] = {}
+    found: dict[int, Follows] = {}
+    for place, (slot, stage) in enumerate(zip(schedule, stages_of(schedule, sides), strict=True)):
+        if slot.op is Op.LOAD and slot.microbatch in last:
+            found[place] = last[slot.microbatch]
+        elif slot.op not in (Op.LOAD, Op.STORE) and stage.lane is Lane.COMPUTE:
+            last[slot.microbatch] = ((slot.op, slot.key), Lane.COMPUTE)
+    return found
+
+
+def _returned(schedule: Schedule, sides: Sides) -> Mapping[int, Follows]:
+    """Per B slot, by place, the L of what its stage wrote, if none of that lane's first passes could wait for the S.
+
+    So its lane has the memory back that copies used until then: the copy lane is in order.
+    """
+    loaded = {(slot.microbatch, slot.key) for slot in schedule if slot.op is Op.LOAD}
+    found: dict[int, Follows] = {}
+    for place, (slot, stage) in enumerate(zip(schedule, stages_of(schedule, sides), strict=True)):
+        if slot.op is Op.BACKWARD and (slot.microbatch, slot.key) in loaded:
+            side = sides[slot.microbatch]
+            if any(last_stage(value, side).lane is not stage.lane for value in stored_writes(stage, side)):
+                found[place] = ((Op.LOAD, slot.key), Lane.COPY)
+    return found

@@ -16,11 +16,11 @@ from overlap.keeping import (
     LOADED,
     STORED,
     allocator,
+    follows,
     generation,
     home,
     last_stage,
     lets_go,
-    paces,
     stored_writes,
     writer,
 )
@@ -260,16 +260,12 @@ def _imports(issues: list[Issue]) -> dict[int, frozenset[Key]]:
 
 def _with_follows(issues: list[Issue], schedule: Schedule, sides: Sides) -> list[Issue]:
     """Tell issues what waits elsewhere by then, and returning values what to follow."""
-    gone, pace = lets_go(schedule, sides), paces(schedule, sides)
+    gone, before = lets_go(schedule, sides), follows(schedule, sides)
     result = []
     for place, issue in enumerate(issues):
-        if place not in gone and place not in pace:
-            result.append(issue)
-            continue
-        producers = sides[issue.slot.microbatch].program.producers
-        left: list[tuple[Event, Lane]] = [((Op.STORE, producers[v].key), Lane.COPY) for v in gone.get(place, ())]
-        follows = (*left, *([pace[place]] if place in pace else ()))
-        result.append(replace(issue, lets_go=tuple((v, 0) for v in gone.get(place, ())), follows=follows))
+        left = tuple((value, 0) for value in gone.get(place, ()))
+        first = before.get(place, ())
+        result.append(replace(issue, lets_go=left, follows=first) if left or first else issue)
     return result
 
 
@@ -304,9 +300,14 @@ def _waits(issues: list[Issue], sides: Sides) -> tuple[list[tuple[Event, ...]], 
             key=lambda need: -need[0],
         )
         waits: list[Event] = []
+        # A lane has its memory back from what it waits for itself (NOTE [ Memory that crosses lanes ] in streams).
+        owed = {event for event, _ in issue.follows} if issue.slot.op is not Op.LOAD else set()
         for place, lane, event in needs:
             past = (microbatch, event)
-            if clocks.needs_wait(issue.lane, lane, place, past):
+            implied = not clocks.needs_wait(issue.lane, lane, place, past)
+            if not implied or event in owed:
+                if place >= 0:  # as it has from what that lane did before
+                    owed -= {before for before, other in issue.follows if other is lane}
                 waits.append(event)
                 waited.add(past)
                 clocks.wait(issue.lane, lane, place, past, views[place] if place >= 0 else NOTHING)

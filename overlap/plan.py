@@ -16,6 +16,7 @@ from overlap.orders import Order, get_order
 from overlap.passes import add_replay, delay_wgrad, drop_untrained, elide_replay
 from overlap.selective import rebuilt_parts, rebuilt_stages
 from overlap.side import Side
+from overlap.transfers import place_transfers
 from overlap.validate import validate
 from recompute.config import RecomputeConfig, Replay
 from recompute.segments import RecomputeSegment, plan_segments
@@ -45,6 +46,7 @@ def make_schedule(
     elide: bool = True,
     replay_first: bool = False,
     lead: Side | None = None,
+    placed: bool = False,
 ) -> Schedule:
     """The slots of a pair of sides: expanded, recomputed, checked.
 
@@ -56,6 +58,7 @@ def make_schedule(
         elide: False: replay every stage, needed or not. The simulator compares.
         replay_first: Replay before anything of the segment's backward. The simulator compares.
         lead: Runs its first layers beside `forward`, which runs whole, without a backward.
+        placed: Move the sends and receives of pipeline parts to where place_transfers wants them.
 
     Raises:
         ScheduleError: The order does not fit the programs, or has no R steps for a replay that is to be hidden.
@@ -76,6 +79,9 @@ def make_schedule(
     schedule = add_replay(schedule, sides, first=replay_first)
     if elide:
         schedule = elide_replay(schedule, sides)
+    if placed:
+        # Before S and L, which stand by the slots that write and replay.
+        schedule = place_transfers(schedule, sides)
     schedule = add_transfers(schedule, sides)
     validate(schedule, sides)
     return schedule

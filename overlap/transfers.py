@@ -28,7 +28,7 @@ def place_transfers(schedule: Schedule, sides: Sides) -> Schedule:
     Where both directions send, the forward one comes first: ranks must agree on the order of their messages.
 
     Args:
-        schedule: As make_schedule gives it.
+        schedule: Without S and L, which follow where these go.
         sides: Its sides; at most one runs forward and one backward.
     """
     slots = [slot for slot in schedule if slot.key not in (_RECEIVE, _SEND)]

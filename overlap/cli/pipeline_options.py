@@ -11,6 +11,7 @@ from functools import partial
 import torch.distributed as dist
 
 from overlap.backends import BACKENDS
+from overlap.chunk import NEEDS_SHARDS
 from overlap.cli.build import Bench, make_bench, make_decoder_chunk, parallel
 from overlap.cli.options import Options
 from overlap.lead import IN_PIPELINE
@@ -19,6 +20,7 @@ from overlap.parallel.world import World
 from overlap.pipelining.layout import PipelineLayout, make_layout, parse_layers
 from overlap.pipelining.pipeline import Pipeline
 from overlap.pipelining.schedules import SPLITS, ScheduleKind, placement_of
+from recompute.config import Keep
 from recompute.errors import ConfigError
 
 DEFAULTS = {"pp": 1, "vpp": None, "schedule": None, "pp_layout": None, "pin_activations": False}
@@ -67,6 +69,8 @@ def read_pipeline(args: argparse.Namespace, options: Options) -> PipelineOptions
         raise ConfigError(field="backend", value=options.backend.name, rule=rule)
     if options.lead:
         raise ConfigError(field="lead", value=options.lead, rule=IN_PIPELINE)
+    if options.recompute.keep is Keep.SHARDED:
+        raise ConfigError(field="keep", value=Keep.SHARDED.value, rule=NEEDS_SHARDS)
     kind = ScheduleKind(args.schedule or ScheduleKind.INTERLEAVED)
     if args.pin_activations and kind not in SPLITS:
         rule = f"has no effect with schedule {kind}, which never puts weight gradients off: leave it out"

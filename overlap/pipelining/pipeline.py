@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from overlap.chunk import ModelChunk, each_config
+from overlap.chunk import ModelChunk
 from overlap.lanes import Lanes
 from overlap.lead import IN_PIPELINE
 from overlap.model.cut import Border, Cut
@@ -23,7 +23,7 @@ from overlap.pipelining.schedules import SPLITS, OrderedSchedule, ScheduleKind, 
 from overlap.pipelining.shared import SharedEmbedding
 from overlap.pipelining.stage import ChunkStage
 from recompute.checks import check_kind
-from recompute.config import Keep, check_bool, parse_choice
+from recompute.config import check_bool, parse_choice
 from recompute.errors import ConfigError
 
 MakeChunk = Callable[[Cut, Border], ModelChunk]
@@ -48,7 +48,7 @@ class Pipeline:
 
     Raises:
         ConfigError: The group has another size than the layout, the schedule cuts backward in two and the chunks do not
-            delay weight gradients, or they have a lead or keep segment inputs elsewhere.
+            delay weight gradients, or they have a lead.
     """
 
     def __init__(
@@ -92,8 +92,6 @@ class Pipeline:
             raise ConfigError(field="delay_wgrad", value=False, rule=rule)
         if self.first.lead:
             raise ConfigError(field="lead", value=self.first.lead, rule=IN_PIPELINE)
-        for chunk in chunks.values():
-            _check_keep(chunk)
         self._pin = pin_activations
         self._bind()
         self.executor = Executor(self.stages)
@@ -114,14 +112,9 @@ class Pipeline:
         self.shared.join()
 
     def bind_replaced(self) -> None:
-        """Follow chunks that are bound to their module anew; see ModelChunk.bind_replaced.
-
-        Raises:
-            ConfigError: As when the pipeline is made, for a setting that may change.
-        """
+        """Follow chunks that are bound to their module anew; see ModelChunk.bind_replaced."""
         for stage in self.stages:
             stage.chunk.bind_replaced()
-            _check_keep(stage.chunk)
         if any(stage.chunk.planner is not self._planners[stage.stage_index] for stage in self.stages):
             self._bind()
 
@@ -169,12 +162,6 @@ class Pipeline:
     def named_buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers of this rank by their names in the whole model."""
         return {name: buffer for chunk in self.chunks for name, buffer in chunk.module.named_buffers()}
-
-
-def _check_keep(chunk: ModelChunk) -> None:
-    for keep in {config.keep for config in each_config(chunk.recompute)} - {Keep.DEVICE}:
-        rule = "a pipeline moves its states between ranks only: its segment inputs stay on the device"
-        raise ConfigError(field="keep", value=keep.value, rule=rule)
 
 
 def cut_of(layout: PipelineLayout, stage: int) -> Cut:

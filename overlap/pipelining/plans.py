@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from overlap.ir import WEIGHTS, Op, Schedule, StageKey
 from overlap.lower import Plan, lower
 from overlap.orders import Order
-from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, make_schedule
+from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner, make_schedule, sides_of
 from overlap.side import Side
-from overlap.transfers import place_transfers
 from overlap.validate import validate
 from recompute.config import RecomputeConfig
 
@@ -58,18 +57,19 @@ class PairPlans:
         """
         if (forward, backward) not in self._plans:
             ahead, behind = self._side(forward), self._side(backward)
-            schedule = make_schedule(self._order, ahead, behind, delayed=self._delayed)
+            schedule = make_schedule(self._order, ahead, behind, delayed=self._delayed, placed=True)
             kept = {} if forward is None else {FORWARD_SIDE: self._survivors(forward)}
-            self._plans[forward, backward] = _lowered(schedule, _sides(ahead, behind), kept)
+            self._plans[forward, backward] = lower(schedule, sides_of(ahead, behind), kept)
         return self._plans[forward, backward]
 
     def halves(self, backward: Half) -> tuple[Plan, Plan]:
         """Backward alone, cut in two: gradients of the inputs, then the weight gradients that were put off."""
         if backward not in self._halves:
             side = self._planners[backward.stage].side(backward.config, backward.trained)
-            schedule = place_transfers(make_schedule(self._order, None, side, delayed=True), {BACKWARD_SIDE: side})
+            schedule = make_schedule(self._order, None, side, delayed=True, placed=True)
             now, later = _put_off(schedule, side, self._pin)
-            plan = _lowered((*now, *later), {BACKWARD_SIDE: side}, {}, placed=True)
+            validate((*now, *later), {BACKWARD_SIDE: side})
+            plan = lower((*now, *later), {BACKWARD_SIDE: side}, {})
             first, second = plan.issues[: len(now)], plan.issues[len(now) :]
             self._halves[backward] = (replace(plan, issues=first), replace(plan, issues=second, imports={}))
         return self._halves[backward]
@@ -78,8 +78,8 @@ class PairPlans:
         """Forward that no backward follows (R17)."""
         if stage not in self._evaluations:
             side = Side(self._planners[stage].program, (), frozenset(), keeps_graph=False)
-            schedule = make_schedule(self._order, side, None, delayed=False)
-            self._evaluations[stage] = _lowered(schedule, {FORWARD_SIDE: side}, {})
+            schedule = make_schedule(self._order, side, None, delayed=False, placed=True)
+            self._evaluations[stage] = lower(schedule, {FORWARD_SIDE: side}, {})
         return self._evaluations[stage]
 
     def _side(self, half: Half | None) -> Side | None:
@@ -87,23 +87,6 @@ class PairPlans:
 
     def _survivors(self, half: Half) -> frozenset[tuple[str, int]]:
         return self._planners[half.stage].survivors(half.config, half.trained)
-
-
-def _sides(ahead: Side | None, behind: Side | None) -> dict[int, Side]:
-    both = {FORWARD_SIDE: ahead, BACKWARD_SIDE: behind}
-    return {number: side for number, side in both.items() if side is not None}
-
-
-def _lowered(
-    schedule: Schedule,
-    sides: Mapping[int, Side],
-    kept: Mapping[int, frozenset[tuple[str, int]]],
-    *,
-    placed: bool = False,
-) -> Plan:
-    final = schedule if placed else place_transfers(schedule, sides)
-    validate(final, sides)
-    return lower(final, sides, kept)
 
 
 def _put_off(schedule: Schedule, side: Side, pin: bool) -> tuple[Schedule, Schedule]:

@@ -69,6 +69,7 @@ def test_train_through_virtual_stages(capsys: Capsys) -> None:
         ("verify --vpp 2 --layers 2 --lead 1", "lead"),
         ("plan --schedule dualpipev --layers 2 --lead 1", "lead"),
         ("verify --pp 2 --layers 2", "pp"),
+        ("plan --pp 2 --layers 2 --method uniform --num-layers 1 --keep sharded", "keep='sharded'"),
         ("train --vpp 2 --layers 2 --save x", "save"),
     ],
 )

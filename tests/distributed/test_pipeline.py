@@ -14,6 +14,7 @@ import torch.distributed as dist
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import Lane
+from overlap.lanes import NullLanes
 from overlap.lower import Issue
 from overlap.parallel.layout import ParallelLayout
 from overlap.parallel.work_lanes import WorkLanes
@@ -31,8 +32,9 @@ from overlap.pipelining import (
 from overlap.pipelining.channels import Wire
 from overlap.pipelining.verify import merge_embedding
 from overlap.reference import reference_step
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, RecomputeConfig, Replay
 from recompute.errors import ConfigError
+from tests.cases.clocked_streams import CheckedLanes, use_clocked_streams
 from tests.distributed.ranks import RankPool, collect, start_ranks
 from tests.pipelining.models import LostGradient, batch, different, make_pipeline, make_reference, small, uniform
 
@@ -83,6 +85,8 @@ def train(kind: ScheduleKind, fields: dict[str, Any], rule: RecomputeConfig, eng
         (ScheduleKind.DUALPIPEV, {"mtp": 1}, uniform(), {"microbatches": 5}),
         (ScheduleKind.ZBV, {"tied": True}, RecomputeConfig.none(), {"microbatches": 3}),
         (ScheduleKind.INTERLEAVED, {"layers": 3}, RecomputeConfig.block(1), {"per_stage": (2, 0, 1, 0)}),
+        (ScheduleKind.INTERLEAVED, {"mtp": 1}, uniform(1, Replay.HIDDEN, keep=Keep.HOST), {}),
+        (ScheduleKind.ZBV, {}, RecomputeConfig.selective("attn", "experts", keep=Keep.HOST), {"microbatches": 3}),
         (ScheduleKind.ONE_F_ONE_B, {"tied": True}, uniform(2), {"vpp": 1, "microbatches": 3}),
     ],
 )
@@ -110,6 +114,29 @@ def test_receive_buffers_are_as_many_as_microbatches_in_flight(ranks: RankPool) 
         assert max(peak for peak, _ in buffers) == most_posted(kind, rank, 8)
         assert max(peak for peak, _ in buffers) < 8
         assert sum(live for _, live in buffers) == 0
+
+
+def received(keep: Keep, streams: bool) -> tuple[list[tuple[int, int]], list[str]]:
+    """Buffers of arriving states, stage by stage: most alive at once and after a step of 8 microbatches."""
+    config = small(layers=4, dropout=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        use_clocked_streams(patch)
+        lanes = CheckedLanes() if streams else NullLanes()
+        pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform(keep=keep), lanes=lanes)
+        train_pipeline(pipeline, batch(config, 8))
+    ends = [stage.border.arrivals for stage in pipeline.stages]
+    faults = lanes.faults if isinstance(lanes, CheckedLanes) else []
+    return [(end.peak, end.live) for end in ends if isinstance(end, Wire)], [f for f in faults if "recv" in f]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_receive_buffers_of_inputs_that_wait_elsewhere_are_free_again(ranks: RankPool, streams: bool) -> None:
+    """With streams too, where memory is held until its own lane has waited for the copy. Stage 3 does not send."""
+    (near0, _), (near1, _) = ranks(2, received, Keep.DEVICE, streams)
+    (far0, faults0), (far1, faults1) = ranks(2, received, Keep.HOST, streams)
+    assert (near1, near0) == ([(4, 0), (2, 0)], [(3, 0)])
+    assert (far1, far0) == ([(1, 0), (2 if streams else 1, 0)], [(2, 0)])
+    assert faults0 + faults1 == []
 
 
 def most_posted(kind: ScheduleKind, rank: int, microbatches: int) -> int:

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, MicrobatchState
@@ -23,6 +24,9 @@ from overlap.memory import (
 from overlap.memory.oracle import highest_of
 from overlap.memory.predict import Walk
 from overlap.model import Decoder, ModelConfig
+from overlap.pipelining import ScheduleKind, train_pipeline
+from overlap.pipelining.verify import merge_embedding
+from overlap.reference import reference_step
 from overlap.signature import comm_signature
 from overlap.step import step_plans
 from overlap.verify import verify
@@ -30,6 +34,7 @@ from recompute import Keep, RecomputeConfig, Replay
 from recompute.keep import Sharded
 from tests.distributed.ranks import RankPool
 from tests.overlap.test_selective import feeds
+from tests.pipelining.models import batch, different, make_pipeline, make_reference, small
 
 LAYERS = 5
 NEAR, FAR = (RecomputeConfig.uniform(1, keep=keep) for keep in (Keep.DEVICE, Keep.SHARDED))
@@ -108,3 +113,26 @@ def test_the_oracle_s_peak_is_the_allocator_s(ranks: RankPool) -> None:
     for found in ranks(2, peaks_on_rank):
         for predicted, measured, uncut in found:
             assert predicted == measured < uncut
+
+
+def pipeline_on_rank(kind: ScheduleKind) -> tuple[list[str], list[str]]:
+    """Two pipeline ranks times two that hold the same; what differs from autograd, also under the control."""
+    rank = dist.get_rank()
+    pipelines = [dist.new_group([first, first + 2]) for first in (0, 1)]
+    same = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    config = small(layers=4, mtp=1)
+    reference = make_reference(kind, config, NEAR, stages=4)
+    data = batch(config, 4)
+    expected = reference_step(reference, data)
+    merge_embedding(reference)
+    pipeline = make_pipeline(kind, config, FAR, group=pipelines[rank % 2], shards=Sharded(same[rank // 2]))
+    equal = different(pipeline, reference, train_pipeline(pipeline, data), expected)
+    for chunk in pipeline.chunks:
+        chunk.zero_grad()
+    return equal, different(pipeline, reference, train_pipeline(pipeline, data, engine_type=Swapped), expected)
+
+
+def test_a_pipeline_of_ranks_that_hold_the_same_inputs(ranks: RankPool) -> None:
+    for equal, control in ranks(4, pipeline_on_rank, ScheduleKind.ZBV):
+        assert equal == []
+        assert control

@@ -167,6 +167,18 @@ def test_first_copies_go_when_the_layer_that_reads_them_is_done() -> None:
     assert not any(key[1] in (0, LOADED) and key[0] in gone for key in first.exports[FORWARD_SIDE])
 
 
+@pytest.mark.parametrize("config", [uniform(1), STAGES, MIXED])
+def test_a_lane_that_lets_go_waits_for_the_copies_itself(config: RecomputeConfig) -> None:
+    """Also where another wait implies it: lanes of streams have memory back through waits of their own only."""
+    for plan, _ in plans(config)[:2]:
+        places = {(issue.slot.microbatch, issue.slot.op, issue.stage.key): n for n, issue in enumerate(plan.issues)}
+        for issue in plan.issues:
+            copies = [event for event, _ in issue.follows if event[0] is Op.STORE]
+            assert bool(copies) == bool(issue.lets_go)
+            last = max(copies, key=lambda event: places[issue.slot.microbatch, *event], default=None)
+            assert last is None or last in issue.waits
+
+
 def _written(plan: Plan) -> set[Any]:
     return {key for issue in plan.issues for key in issue.writes}
 

@@ -15,7 +15,7 @@ from overlap.pipelining.pipeline import cut_of
 from overlap.pipelining.plans import Half, PairPlans
 from overlap.plan import Planner
 from overlap.transfers import place_transfers
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, RecomputeConfig, Replay
 from tests.overlap.programs import dummy_program, side_of
 from tests.pipelining.models import small, uniform
 
@@ -90,6 +90,38 @@ def test_alone() -> None:
     assert words(plans.pair(halves[2], None)) == ["F1.recv", "F1.send"]
     assert words(plans.pair(None, halves[2])) == ["B0.send", "B0.recv"]
     assert words(plans.evaluation(2)) == ["N1.recv", "N1.send"]
+
+
+def test_what_is_received_leaves_behind_recv_and_returns_one_segment_ahead() -> None:
+    """The lane that allocated it waits for the copy itself, or its memory would be held until the step ends."""
+    plans, halves = make_plans((1, 2, 2, 1), uniform(keep=Keep.HOST))
+    forward = plans.pair(halves[2], None)
+    slots = words(forward)
+    assert slots[:3] == ["F1.recv", "S1.recv", "N1.3.attn"]
+    send = forward.issues[-1]
+    assert (str(send.slot), set(send.lets_go) & set(send.frees)) == ("F1.send", {("received", 0)})
+    # N1.4.post has waited for a later copy already
+    assert (Op.STORE, (None, "recv")) in send.waits
+    backward = words(plans.pair(None, halves[2]))
+    assert backward[0] == "L0.3.post"
+    assert backward[backward.index("L0.recv") + 1] == "R0.4.attn"
+    beside = words(plans.pair(halves[1], halves[2]))
+    assert beside[beside.index("F1.recv") + 1 : beside.index("F1.recv") + 3] == ["S1.recv", "N1.1.attn"]
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_part_that_receives_and_does_not_send_has_the_memory_back_with_a_backward(cut: bool) -> None:
+    plans, halves = make_plans((1, 2), uniform(keep=Keep.HOST))
+    (first,) = (issue for issue in plans.pair(halves[1], None).issues if ("received", 0) in issue.lets_go)
+    # attention does not wait for the copy: its lane gets nothing back
+    assert (str(first.slot), first.waits) == ("N1.1.attn", ((Op.FORWARD, (None, "recv")),))
+    plan = plans.halves(halves[1])[0] if cut else plans.pair(None, halves[1])
+    (last,) = (issue for issue in plan.issues if str(issue.slot) == "B0.recv")
+    assert str(plan.issues[plan.issues.index(last) - 1].slot) == "B0.1.attn"
+    assert (Op.LOAD, (None, "recv")) in last.waits
+    assert [str(issue.slot) for issue in plan.issues if issue.slot.op is Op.LOAD and issue.signals] == [
+        "L0.1.post", "L0.recv",
+    ]  # fmt: skip
 
 
 def test_layers_keep_the_numbers_of_the_model() -> None:

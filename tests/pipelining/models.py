@@ -19,7 +19,7 @@ from overlap.pipelining import Pipeline, ScheduleKind, make_layout, placement_of
 from overlap.pipelining.schedules import SPLITS
 from overlap.pipelining.verify import held_gradient
 from overlap.verify import Prepare, as_is, compare
-from recompute.config import Granularity, Method, RecomputeConfig, Replay
+from recompute.config import Granularity, Keep, Method, RecomputeConfig, Replay
 
 LOCAL = LocalTransport()
 SMALL = {
@@ -33,9 +33,14 @@ def small(**fields: Any) -> ModelConfig:
     return ModelConfig(**{**SMALL, **fields})
 
 
-def uniform(num_layers: int = 1, replay: Replay = Replay.JUST_IN_TIME, method: Method = Method.UNIFORM) -> Any:
+def uniform(
+    num_layers: int = 1,
+    replay: Replay = Replay.JUST_IN_TIME,
+    method: Method = Method.UNIFORM,
+    keep: Keep = Keep.DEVICE,
+) -> Any:
     """A rule."""
-    return RecomputeConfig(granularity=Granularity.FULL, method=method, num_layers=num_layers, replay=replay)
+    return RecomputeConfig(granularity=Granularity.FULL, method=method, num_layers=num_layers, replay=replay, keep=keep)
 
 
 def settings(kind: ScheduleKind, recompute: RecomputeConfig, **more: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from overlap.pipelining.pipeline import cut_of
 from overlap.pipelining.plans import Half, PairPlans
 from overlap.plan import BACKWARD_SIDE, FORWARD_SIDE, Planner
 from overlap.recording import RecordingLanes
-from recompute.config import RecomputeConfig, Replay
+from recompute.config import Keep, RecomputeConfig, Replay
 from tests.overlap.programs import drive, fake_owner
 from tests.pipelining.models import small, uniform
 
@@ -49,7 +49,16 @@ def parts(rule: RecomputeConfig, order: str) -> tuple[PairPlans, list[Half], lis
 
 
 @pytest.mark.parametrize("order", ["multi_queue", "single_queue", "early_release", "carried"])
-@pytest.mark.parametrize("rule", [RecomputeConfig.none(), uniform(1, Replay.HIDDEN)])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        RecomputeConfig.none(),
+        uniform(1, Replay.HIDDEN),
+        uniform(1, Replay.HIDDEN, keep=Keep.HOST),
+        RecomputeConfig.selective("attn", "experts", keep=Keep.HOST),
+    ],
+    ids=str,
+)
 def test_no_pair_of_parts_races(order: str, rule: RecomputeConfig) -> None:
     """B22: virtual stages with residual streams and an MTP depth; what mixes the streams stays off the comm lane."""
     plans, halves, programs = parts(rule, order)
@@ -76,6 +85,17 @@ def test_a_missing_wait_is_seen() -> None:
     broken = Plan(issues=issues, imports=plan.imports, exports=plan.exports)
     with pytest.raises(RaceError, match=r"F1\.send"):
         drive(RecordingLanes(), broken, {FORWARD_SIDE: fake_owner(0, programs[1])})
+
+
+@pytest.mark.parametrize("slot", ["S1.recv", "R0.1.attn"])
+def test_a_copy_that_nobody_waits_for_is_seen(slot: str) -> None:
+    """Negative control: what arrives is copied out before it is there, or read before it is back."""
+    plans, halves, programs = parts(uniform(2, keep=Keep.HOST), "multi_queue")
+    lanes, owner = RecordingLanes(), fake_owner(0, programs[1])
+    both = [*plans.pair(halves[1], None).issues, *plans.pair(None, halves[1]).issues]
+    issues = tuple(replace(issue, waits=()) if str(issue.slot) == slot else issue for issue in both)
+    with pytest.raises(RaceError, match=rf"{slot}, received.*no wait orders"):
+        drive(lanes, Plan(issues=issues, imports={}, exports={}), {FORWARD_SIDE: owner, BACKWARD_SIDE: owner})
 
 
 @pytest.mark.parametrize(
