@@ -45,7 +45,7 @@ class Wire(LocalTransport):
 def test_the_oracle_sees_a_device_with_streams() -> None:
     """What lanes hold, and what operators take within themselves."""
     oracle = Oracle("proxy-8")
-    case = Case(proxy="proxy-8", recompute=RecomputeConfig.uniform(1), order="single_queue", delay_wgrad=True)
+    case = Case(proxy="proxy-8", recompute=RecomputeConfig.uniform(1), delay_wgrad=True)
     found = [oracle.footprints[1]] * MICROBATCHES
     rest = predict_step(oracle.chunk(case), found).peaks.bins[Bin.REST] / 2**20
     rounded = [oracle.footprints[CUDA_BLOCK]] * MICROBATCHES
