@@ -45,18 +45,20 @@ class Wire(LocalTransport):
 def test_the_oracle_sees_a_device_with_streams() -> None:
     """What lanes hold, and what operators take within themselves."""
     oracle = Oracle("proxy-8")
-    case = Case(proxy="proxy-8", recompute=RecomputeConfig.uniform(1), delay_wgrad=True)
+    case = Case(proxy="proxy-8", recompute=RecomputeConfig.uniform(1), order="single_queue", delay_wgrad=True)
     found = [oracle.footprints[1]] * MICROBATCHES
     rest = predict_step(oracle.chunk(case), found).peaks.bins[Bin.REST] / 2**20
     rounded = [oracle.footprints[CUDA_BLOCK]] * MICROBATCHES
     peak = highest_of(oracle.chunk(case), rounded).bytes / 2**20
     # What one rank's transport passes on is the compute lane's: of it nothing is held.
     assert oracle.predict(case).peak < peak + 1
+    every = replace(case, recompute=RecomputeConfig.none())
+    passed_on = oracle.predict(every).peak
     for layer in oracle.chunk(case).module.modules():
         if isinstance(layer, MoELayer):
             layer.transport = Wire()
     assert oracle.predict(case).bins["rest"] > rest + 60
-    assert oracle.predict(case).peak > peak + 60
+    assert oracle.predict(every).peak > passed_on + 40
     embed = found[0].facts[False][Kind((None, "embed"), Source.BACKWARD, True, False)]
     # the gradient of the table, and the sums over runs of equal ids
     assert highest(embed.trace, 0, {}) > (32000 * 2048 * 2 + 4096 * 2048 * 4)
