@@ -85,7 +85,7 @@ def train(kind: ScheduleKind, fields: dict[str, Any], rule: RecomputeConfig, eng
         (ScheduleKind.DUALPIPEV, {"mtp": 1}, uniform(), {"microbatches": 5}),
         (ScheduleKind.ZBV, {"tied": True}, RecomputeConfig.none(), {"microbatches": 3}),
         (ScheduleKind.INTERLEAVED, {"layers": 3}, RecomputeConfig.block(1), {"per_stage": (2, 0, 1, 0)}),
-        (ScheduleKind.INTERLEAVED, {"mtp": 1}, uniform(1, Replay.HIDDEN, keep=Keep.HOST), {}),
+        (ScheduleKind.INTERLEAVED, {}, uniform(1, Replay.HIDDEN, keep=Keep.HOST), {"microbatches": 2}),
         (ScheduleKind.ZBV, {}, RecomputeConfig.selective("attn", "experts", keep=Keep.HOST), {"microbatches": 3}),
         (ScheduleKind.ONE_F_ONE_B, {"tied": True}, uniform(2), {"vpp": 1, "microbatches": 3}),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -80,9 +79,8 @@ class Stale(Engine):
             owner.values["received", LOADED] = self.first
 
 
-@pytest.mark.parametrize("kind", [ScheduleKind.INTERLEAVED, ScheduleKind.ZBV])
-def test_a_wrong_input_is_seen(kind: ScheduleKind) -> None:
-    found = compared(kind, uniform(keep=HOST), {}, {"engine_type": Stale})
+def test_a_wrong_input_is_seen() -> None:
+    found = compared(ScheduleKind.ZBV, uniform(keep=HOST), {"mtp": 0}, {"engine_type": Stale})
     assert "layers.2.router.weight" in found
     assert "loss" not in found
 
@@ -138,7 +136,7 @@ def parked_bytes(owner: MicrobatchState) -> int:
     return sum(value.kept.nbytes for value in owner.values.values() if type(value) is Parked)
 
 
-@pytest.mark.parametrize("kind", [ScheduleKind.INTERLEAVED, ScheduleKind.DUALPIPEV, ScheduleKind.ZBV])
+@pytest.mark.parametrize("kind", [ScheduleKind.DUALPIPEV, ScheduleKind.ZBV])
 def test_between_the_halves_inputs_wait_elsewhere_only(kind: ScheduleKind) -> None:
     """Each input once away and back per microbatch; none in an evaluation; as many wait as microbatches in flight."""
     config, moves = small(layers=4), Moves()
@@ -172,7 +170,6 @@ def test_a_failed_step_leaves_nothing_elsewhere() -> None:
         train_pipeline(pipeline, batch(config, 4), engine_type=Fails, observers=(moves,))
     assert len(moves.parked) == 8
     assert not any(stage.states for stage in pipeline.stages)
-    gc.collect()  # the error and its frames
     assert [reference() for reference in moves.parked] == [None] * 8
     reference = make_reference(ScheduleKind.ZBV, config, uniform())
     expected = reference_step(reference, batch(config, 4))
