@@ -17,9 +17,10 @@ from torch import Tensor
 from overlap.chunk import ModelChunk
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import WEIGHTS, Lane, Op, Program, Stage, StageKey
-from overlap.lower import Issue, Key, Piece
+from overlap.lower import Issue, Key
 from overlap.model.hyper_connections import STREAMS
 from overlap.model.router import Router
+from overlap.pieces import Piece
 from overlap.step import step_plans
 from recompute.errors import ConfigError
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from overlap.ir import Effect, Op, Stage, StageKey
 from overlap.lanes import Lanes
-from overlap.lower import Event, Issue, Key, Piece, Plan
+from overlap.lower import Event, Issue, Key, Plan
+from overlap.pieces import Piece
 from recompute import rng, state
 from recompute.errors import RecomputeError
 from recompute.inner import rebuilding

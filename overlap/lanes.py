@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 from overlap.ir import Lane, StageKey
-from overlap.lower import Event, Issue, Key, Piece
+from overlap.lower import Event, Issue, Key
+from overlap.pieces import Piece
 from recompute.tape import Tape
 from recompute.wgrad import WeightGradients
 

@@ -24,14 +24,13 @@ from overlap.keeping import (
     stored_writes,
     writer,
 )
+from overlap.pieces import Piece, passed_on, pieces_of
 from overlap.side import Side, Sides, stages_of
 from recompute.config import Keep
 from recompute.modules import RecomputeModule
 
 Key = tuple[str, int]
 """A value of a microbatch: (name, generation)."""
-Piece = tuple[str, int]
-"""One reader's share of a value's gradient: (value name, place of the reader in its program)."""
 Event = tuple[Op, StageKey]
 """The end of one slot of a microbatch, as another lane waits for it."""
 
@@ -134,9 +133,10 @@ def lower(schedule: Schedule, sides: Sides, survivors: Mapping[int, frozenset[Ke
     issues = _with_follows(issues, schedule, sides)
     waits, waited = _waits(issues, sides)
     frees = _frees(issues, survivors)
+    handed = passed_on(schedule, sides)
     return Plan(
         issues=tuple(
-            _finished(issue, sides, survivors, waited, waits=before, frees=after)
+            _finished(issue, sides, survivors, waited, handed, waits=before, frees=after)
             for issue, before, after in zip(issues, waits, frees, strict=True)
         ),
         imports=_imports(issues),
@@ -203,7 +203,7 @@ def _issue(slot: Slot, stage: Stage, side: Side, delays: bool) -> Issue:
         lane=stage.lane,
         reads=_adjoint_reads(stage, program) if stage.adjoint is not None else (),
         seeds=tuple(weights.get(value) for value in stage.writes),
-        pieces=tuple(_pieces(value, side) for value in stage.writes),
+        pieces=tuple(pieces_of(value, side) for value in stage.writes),
         tracked=tuple(side.needs_grad(value) for value in stage.reads),
         gives=gives,
         delays=delays,
@@ -232,13 +232,6 @@ def _generation(value: str, stage: Stage, side: Side, replay: bool) -> int:
 def _adjoint_reads(stage: Stage, program: Program) -> tuple[Key, ...]:
     pinned = [v for v in stage.reads if v in program.producers and v in program.producers[v].pins]
     return tuple((value, 0) for value in (*pinned, *stage.pins))
-
-
-def _pieces(value: str, side: Side) -> tuple[Piece, ...]:
-    if not side.needs_grad(value):
-        return ()
-    readers = [reader for reader in side.program.readers[value] if reader.key in side.trained]
-    return tuple((value, side.program.position[reader.key]) for reader in reversed(readers))
 
 
 def _keys(issue: Issue) -> tuple[Key, ...]:
@@ -341,6 +334,7 @@ def _finished(
     sides: Sides,
     survivors: Mapping[int, frozenset[Key]],
     waited: Container[Past],
+    handed: Container[tuple[int, Piece]],
     *,
     waits: tuple[Event, ...],
     frees: tuple[Key, ...],
@@ -351,15 +345,20 @@ def _finished(
     keys = [
         (key, allocator(key, side)) for key in (*issue.reads, *issue.pinned) if allocator(key, side) is not issue.lane
     ]
+    number = issue.slot.microbatch
     pieces = [
-        (piece, program.stages[piece[1]].allocates)
+        (piece, home)
         for group in issue.pieces
         for piece in group
-        if program.stages[piece[1]].allocates is not issue.lane
+        for home in (program.stages[piece[1]].allocates, *([Lane.P2P] if (number, piece) in handed else []))
+        if home is not issue.lane
     ]
     homes = [allocator((value, generation(value, issue.stage, side)), side) for value in issue.stage.reads]
     leaves = [(place, lane) for place, lane in enumerate(homes) if lane is not issue.lane]
-    readers = {reader.allocates for value in issue.stage.writes for reader in program.readers[value]}
+    given = [(value, reader) for value in issue.stage.writes for reader in program.readers[value]]
+    readers = {reader.allocates for _, reader in given}
+    if any((number, (value, program.position[reader.key])) in handed for value, reader in given):
+        readers.add(Lane.P2P)
     givers = {lane for _, lane in leaves} | readers - {issue.lane}
     keeps_graph = issue.slot.op is Op.BACKWARD and issue.stage.adjoint is None
     return replace(

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from overlap.errors import RaceError
 from overlap.ir import Lane, Op, Slot
 from overlap.lanes import Owner
-from overlap.lower import Event, Issue, Key, Piece
+from overlap.lower import Event, Issue, Key
+from overlap.pieces import Piece
 
 Clock = Mapping[Lane, int]
 """Per lane, the number of its last issue that is ordered before; absent: none is."""

@@ -34,7 +34,10 @@ PURE = (
             "lower",
         )
     ),
-    *(f"overlap.{name}" for name in ("order_tables", "orders", "passes", "plan", "search", "side", "simulate")),
+    *(
+        f"overlap.{name}"
+        for name in ("order_tables", "orders", "passes", "pieces", "plan", "search", "side", "simulate")
+    ),
     "overlap.parallel.layout",
     *(f"overlap.{name}" for name in ("pipelining.layout", "pipelining.plans", "transfers")),
     "overlap.signature",

@@ -9,13 +9,14 @@ from typing import Any
 from overlap.engine import Engine, MicrobatchState
 from overlap.errors import ProgramError
 from overlap.ir import Stage, StageKey
-from overlap.lower import Issue, Piece
+from overlap.lower import Issue
 from overlap.memory.constants import constants_of
 from overlap.memory.facts import Facts, Kind, backward_kind, forward_kind
 from overlap.memory.layout import Layout, fresh
 from overlap.memory.refs import OUTSIDE_REF, Ref, Refs, Source
 from overlap.memory.slot_log import SlotLog
 from overlap.memory.tracker import OUTSIDE, StorageTracker, pending_tensors
+from overlap.pieces import Piece
 from recompute.tape import Tape
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from overlap.ir import StageKey
-from overlap.lower import Key, Piece
+from overlap.lower import Key
 from overlap.memory.bins import Bin
 from overlap.memory.facts import Kind
 from overlap.memory.gap import Gap
 from overlap.memory.ledger import Holds, Ids, Ledger, Table
 from overlap.memory.refs import Ref
+from overlap.pieces import Piece
 
 Graph = tuple[Kind, Mapping[Ref, int]]
 """The forward that made it, and what it holds."""

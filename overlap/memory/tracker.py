@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from overlap.ir import Op
-from overlap.lower import Piece
 from overlap.memory.bins import Storage
+from overlap.pieces import Piece
 from recompute.keep import span
 from recompute.wgrad import WeightGradients
 

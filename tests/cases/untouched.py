@@ -16,7 +16,8 @@ from torch import Tensor
 from overlap import ModelChunk, Op
 from overlap.check import same_bits
 from overlap.engine import Engine, Feeds, MicrobatchState
-from overlap.lower import Issue, Piece
+from overlap.lower import Issue
+from overlap.pieces import Piece
 from tests.cases.model import Outcome, run
 
 FORWARDS = (Op.NO_GRAD, Op.FORWARD, Op.REPLAY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from overlap import lower
 from overlap.dispatch.all_to_all import AllToAll
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import Lane
@@ -116,17 +118,19 @@ def test_receive_buffers_are_as_many_as_microbatches_in_flight(ranks: RankPool) 
         assert sum(live for _, live in buffers) == 0
 
 
-def received(keep: Keep, streams: bool) -> tuple[list[tuple[int, int]], list[str]]:
+def received(keep: Keep, streams: bool, control: bool = False) -> tuple[list[tuple[int, int]], list[str]]:
     """Buffers of arriving states, stage by stage: most alive at once and after a step of 8 microbatches."""
     config = small(layers=4, dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         use_clocked_streams(patch)
+        if control:
+            patch.setattr(lower, "passed_on", lambda schedule, sides: ())
         lanes = CheckedLanes() if streams else NullLanes()
         pipeline = make_pipeline(ScheduleKind.INTERLEAVED, config, uniform(keep=keep), lanes=lanes)
         train_pipeline(pipeline, batch(config, 8))
     ends = [stage.border.arrivals for stage in pipeline.stages]
     faults = lanes.faults if isinstance(lanes, CheckedLanes) else []
-    return [(end.peak, end.live) for end in ends if isinstance(end, Wire)], [f for f in faults if "recv" in f]
+    return [(end.peak, end.live) for end in ends if isinstance(end, Wire)], faults
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -137,6 +141,13 @@ def test_receive_buffers_of_inputs_that_wait_elsewhere_are_free_again(ranks: Ran
     assert (near1, near0) == ([(4, 0), (2, 0)], [(3, 0)])
     assert (far1, far0) == ([(1, 0), (2 if streams else 1, 0)], [(2, 0)])
     assert faults0 + faults1 == []
+
+
+def test_a_received_gradient_is_held_for_the_compute_that_hands_it_on(ranks: RankPool) -> None:
+    """Residuals hand on the memory of the p2p stream. Negative control: lowering takes it for compute's."""
+    assert [faults for _, faults in ranks(2, received, Keep.DEVICE, True)] == [[], []]
+    for _, faults in ranks(2, received, Keep.DEVICE, True, True):
+        assert any(re.match(r"memory of B\d\.send goes back while B\d\.\d\.attn uses it", fault) for fault in faults)
 
 
 def most_posted(kind: ScheduleKind, rank: int, microbatches: int) -> int:

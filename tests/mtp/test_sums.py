@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from overlap import ModelChunk, Op
 from overlap.engine import Engine, MicrobatchState
 from overlap.ir import WEIGHTS
-from overlap.lower import Issue, Piece
+from overlap.lower import Issue
+from overlap.pieces import Piece
 from overlap.step import train_step
 from recompute import RecomputeConfig
 from tests.mtp.tools import NONE, U, chunk_feeds, different, gradients_of, make, reference_gradients, verdict_of

@@ -17,7 +17,8 @@ from overlap.builder import ProgramBuilder, Value
 from overlap.chunk import ModelChunk
 from overlap.ir import Lane, Program, StageKey
 from overlap.lanes import Lanes
-from overlap.lower import Event, Key, Piece, Plan
+from overlap.lower import Event, Key, Plan
+from overlap.pieces import Piece
 from overlap.plan import segments_of
 from overlap.side import Side
 from recompute import RecomputeConfig

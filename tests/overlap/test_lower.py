@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from overlap.builder import ProgramBuilder
 from overlap.ir import Input, Lane, Op, Program, Stage
-from overlap.lower import Event, Issue, Key, Piece, Plan, backward_reads, lower
+from overlap.lower import Event, Issue, Key, Plan, backward_reads, lower
 from overlap.orders import get_order
+from overlap.pieces import Piece
 from overlap.plan import Planner, PlanRequest, make_schedule
 from recompute import RecomputeConfig
 from tests.overlap.programs import Weight, dummy_program, label, nothing, side_of, staying
