@@ -23,6 +23,8 @@ def passed_on(schedule: Schedule, sides: Sides) -> set[tuple[int, Piece]]:
     Autograd hands the gradient of a sum on as it is. Several pieces are added up in new memory: only one alone can be.
     """
     found: set[tuple[int, Piece]] = set()
+    if not any(stage.lane is Lane.P2P for side in sides.values() for stage in side.program.stages):
+        return found
     for slot, stage in zip(schedule, stages_of(schedule, sides), strict=True):
         if slot.op is not Op.BACKWARD or stage.allocates is not Lane.COMPUTE:
             continue
