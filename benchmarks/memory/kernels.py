@@ -47,7 +47,7 @@ def _profile(bench: Bench, case: Case) -> dict[str, tuple[float, int]]:
     step()
     found: dict[str, tuple[float, int]] = defaultdict(lambda: (0.0, 0))
     found["step"] = (min(timed(step) for _ in range(3)), 1)
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as prof:
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
         step()
         torch.cuda.synchronize()
     for event in prof.events():

@@ -50,7 +50,7 @@ def measured_tops(chunk: ModelChunk, feeds: list[Feeds]) -> list[tuple[str, int]
     zero_gradients(chunk)
     train_step(chunk, feeds)
     zero_gradients(chunk)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         train_step(chunk, feeds, observers=(Marks(),))
     tops: list[tuple[str, int]] = []
     level = end = 0

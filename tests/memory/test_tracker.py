@@ -118,7 +118,7 @@ def test_the_allocator_says_the_same(recompute) -> None:
     """An independent witness: torch's CPU allocator reports its own events."""
     chunk = ModelChunk(Elementwise(), recompute=recompute, order="plain")
     feeds = [{"hidden": torch.randn(100, 64)} for _ in range(3)]
-    with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
+    with torch.profiler.profile(profile_memory=True) as profiler:
         measured = measure_step(chunk, feeds)
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
