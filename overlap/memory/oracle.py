@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from torch.profiler import ProfilerActivity, profile
 
@@ -85,16 +86,13 @@ def allocator_peak(run: Callable[[], object]) -> int:
 
     What the call returns must be small: it counts until the profiler stops.
     """
-    with warnings.catch_warnings():
-        # torch 2.11 warns that a later cycle would drop the events of this one; there is one. What it asks for,
-        # acc_events, takes three times as long.
-        warnings.filterwarnings("ignore", message=".*Profiler clears events")
-        profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-        profiler.start()
-    try:
+    with ExitStack() as stack:
+        with warnings.catch_warnings():
+            # torch 2.11 warns that a later cycle would drop the events of this one; there is one. What it asks for,
+            # acc_events, takes three times as long.
+            warnings.filterwarnings("ignore", message=".*Profiler clears events")
+            profiler = stack.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         run()
-    finally:
-        profiler.stop()
     results = profiler.profiler.kineto_results
     events = [event for event in results.events() if event.name() == "[memory]"]
     level = top = 0
