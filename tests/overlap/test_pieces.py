@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from overlap.builder import ProgramBuilder
-from overlap.ir import Lane
+from overlap.ir import Lane, Op
+from overlap.lower import lower
 from overlap.orders import get_order
 from overlap.pieces import passed_on
 from overlap.plan import BACKWARD_SIDE, make_schedule
@@ -22,7 +23,7 @@ def part(lane: Lane) -> Any:
     h = b.input("x", needs_grad=True)
     for layer in range(2):
         with b.layer(layer):
-            (mixed,) = b.compute("attn", torch.mul, h, outputs=("mixed",), parameters=(Weight(),))
+            (mixed,) = b.compute("attn", torch.mul, h, outputs=("mixed",), parameters=(Weight(),), wgrad=True)
             (h,) = b.compute("post", torch.add, h, mixed, outputs=("out",))
     b.comm("send", lambda h: (), h, outputs=(), adjoint=lambda grads, pinned: (grads,), lane=lane)
     return b.build()
@@ -39,3 +40,13 @@ def test_a_residual_hands_on_what_was_received(lane: Lane, expected: set[tuple[s
     schedule = make_schedule(get_order("plain"), None, sides[BACKWARD_SIDE], delayed=False)
     found = {(value, program.stages[place].label) for _, (value, place) in passed_on(schedule, sides)}
     assert found == expected
+
+
+@pytest.mark.parametrize("lane", [Lane.P2P, Lane.COMM])
+def test_a_put_off_weight_gradient_waits_with_it_too(lane: Lane) -> None:
+    """Of the last layer, whose gradient was received; the layer before adds two shares up."""
+    program = part(lane)
+    sides = {BACKWARD_SIDE: side_of(program, RecomputeConfig.none())}
+    schedule = make_schedule(get_order("plain"), None, sides[BACKWARD_SIDE], delayed=True)
+    owners = {i.stage.label: i.pending_owners for i in lower(schedule, sides, {}).issues if i.slot.op is Op.WGRAD}
+    assert owners == {"1.attn": (Lane.P2P,) if lane is Lane.P2P else (), "0.attn": ()}
